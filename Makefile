@@ -1,0 +1,57 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else: they build .venv on first use.
+
+PYTHON ?= python3
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CODE := $(wildcard src tests examples benchmarks)
+# The system's Python may have the only torch that sees the GPU, so gpu-test builds no environment of its own.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint unit-test gpu-test format install clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## run a model several times larger than its memory budget
+	$(BIN)/python examples/demo.py
+
+# One after the other, also under `make -j`: the cheap checks fail first.
+test: ## everything that a change must pass: lint, then the tests that need no GPU
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory unit-test
+
+lint: $(INSTALLED) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict --no-warn-unused-configs src
+	$(BIN)/mypy --cache-dir .mypy_cache/tests tests
+	$(BIN)/lint-imports --no-logo
+
+unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for some of them
+	$(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(PYTEST_ARGS)
+
+gpu-test: ## the tests that need a CUDA device; fails where there is none
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+
+format: $(INSTALLED) ## let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(INSTALLED) ## build .venv, without running anything
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("overspill needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 ...")'
+	@test -x $(BIN)/pip || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing overspill and its tools into $(VENV): a few minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean: ## remove what make made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +

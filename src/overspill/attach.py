@@ -1,0 +1,163 @@
+"""Calls of a managed model, intercepted: each unit is live around its own call, inputs and outputs move as needed.
+
+Note: where a call is intercepted. `nn.Module.__call__` runs `_compiled_call_impl` where a module has one: that is where
+`block.compile()` puts the compiled call. Standing there, we are outside the compiled region of each way to compile a
+block (`block.compile()`, `torch.compile(block)`, a compiled `block.forward`), inside activation checkpointing (which
+overrides `__call__`), and our `finally` also runs on KeyboardInterrupt, which forward hooks do not see. Copies and
+pickles of a module drop that attribute by themselves. A compiler that traces the model around the block does not look
+there, but it looks at hooks: one that must not be traced makes it stop before the block and call it as everyone does.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from overspill.devices import CPU
+from overspill.graph import saving_weights_as_notes
+from overspill.homes import ComputingOn
+from overspill.movement import tensors_in, to_device
+from overspill.residency import Residency, Root, Use
+
+Call = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class UnitScope:
+    """What happens around one call of a unit's root."""
+
+    def __init__(self, root: Root, residency: Residency) -> None:
+        self._residency = residency
+        self._use = Use(root)
+        self._stack = ExitStack()
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self._residency.acquire(self._use)
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            parts = [(unit.store, unit.slab) for unit in self._use.units if unit.slab is not None]
+            self._stack.enter_context(saving_weights_as_notes(parts))
+        device = self._residency.device
+        return (args, kwargs) if device == CPU else _moved((args, kwargs), device)
+
+    def leave(self, output: Any) -> Any:
+        try:
+            self._stack.close()
+        finally:
+            self._residency.release(self._use)
+        return output
+
+
+class AlignScope:
+    """Around a resident module of a model that computes on several devices: its inputs come to its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return _moved((args, kwargs), self._device)
+
+    def leave(self, output: Any) -> Any:
+        return output
+
+
+class ModelScope:
+    """Around a call of the whole model: inputs come to the compute device, outputs go back where the inputs were."""
+
+    def __init__(self, device: torch.device, skip: Collection[str], before: Callable[[], None]) -> None:
+        self._device, self._skip = device, skip
+        self._back: torch.device | None = None
+        self._computing = ComputingOn(device)
+        self._entered = False
+        before()
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        self._computing.__enter__()
+        self._entered = True
+        if self._device == CPU:
+            return args, kwargs
+        first = next(tensors_in((args, {k: v for k, v in kwargs.items() if k not in self._skip})), None)
+        self._back = first.device if first is not None and first.device != self._device else None
+        return _moved((args, kwargs), self._device, self._skip)
+
+    def leave(self, output: Any) -> Any:
+        if self._entered:
+            self._computing.__exit__()
+        return output if self._back is None else to_device(output, self._back, self._skip)
+
+
+def _moved(arguments: Arguments, device: torch.device, skip: Collection[str] = ()) -> Arguments:
+    return cast(Arguments, to_device(arguments, device, skip))
+
+
+Scope = UnitScope | AlignScope | ModelScope
+
+
+class Interception:
+    """One module's calls, led through a scope. `refresh` keeps it in place when the module is compiled later."""
+
+    def __init__(self, module: nn.Module, make_scope: Callable[[], Scope], *, opaque: bool) -> None:
+        self._module = module
+        self._make_scope = make_scope
+        self._guard: RemovableHandle | None = None
+        self._known_to_dynamo = False
+        self._lock = threading.Lock()
+        self._inner: Call | None = module._compiled_call_impl
+        if opaque and self._inner is None:
+            self._guard = module.register_forward_pre_hook(_not_traced, prepend=True)
+        self._install()
+
+    def _install(self) -> None:
+        inner: Call = self._inner if self._inner is not None else self._module._call_impl
+        self._call = _intercepted(inner, self._make_scope)
+        self._known_to_dynamo = _dynamo_is_loaded()
+        self._module._compiled_call_impl = self._call
+
+    def refresh(self) -> None:
+        """Stand outside again after `module.compile()`, and be known to the compiler once it is loaded."""
+        if self._module._compiled_call_impl is self._call and self._known_to_dynamo == _dynamo_is_loaded():
+            return
+        with self._lock:
+            if self._module._compiled_call_impl is not self._call:
+                self._inner = self._module._compiled_call_impl
+                if self._guard is not None:  # it would stand inside the compiled call
+                    self._guard.remove()
+                    self._guard = None
+            self._install()
+
+
+def _dynamo_is_loaded() -> bool:
+    return "torch._dynamo" in sys.modules  # importing it ourselves would take longer than all of overspill
+
+
+def _not_traced(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """A hook that only makes a compiler stop in front of a streamed block."""
+
+
+def _intercepted(inner: Call, make_scope: Callable[[], Scope]) -> Call:
+    def enter(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return scope.enter(args, kwargs)
+
+    def leave(scope: Scope, output: Any) -> Any:
+        return scope.leave(output)
+
+    if _dynamo_is_loaded():
+        make_scope, enter, leave = (torch.compiler.disable(each) for each in (make_scope, enter, leave))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        scope = make_scope()
+        output = None
+        try:
+            args, kwargs = enter(scope, args, kwargs)
+            output = inner(*args, **kwargs)
+        finally:
+            output = leave(scope, output)
+        return output
+
+    if _dynamo_is_loaded():
+        call = torch.compiler.disable(call, recursive=False)
+    return call

@@ -1,0 +1,142 @@
+"""Byte ranges of files into memory: from the page cache where they lie there, else past it, with every fault named."""
+
+import errno
+import os
+import threading
+from typing import Protocol
+
+from overspill.checkpoint.index import SourceFile
+from overspill.config import align
+from overspill.errors import CheckpointChangedError, CheckpointError, CheckpointReadError
+
+DIRECT_ALIGNMENT = 4096
+"""What O_DIRECT asks of addresses, offsets and lengths on every file system in use."""
+
+
+class RangeReader(Protocol):
+    """The seam at which tests put a reader that fails, waits or lies."""
+
+    def read(self, file: SourceFile, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of `file` from `offset` on."""
+
+    def read_aligned(self, file: SourceFile, offset: int, nbytes: int, scratch: memoryview) -> int:
+        """Read `nbytes` somewhere into page-aligned `scratch`, which has room for two more pages; return where."""
+
+
+class FileReader:
+    """Reads ranges of files, which it keeps open. Safe from several threads; reads release the GIL."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptors: dict[tuple[SourceFile, bool], int | None] = {}
+
+    def read(self, file: SourceFile, offset: int, target: memoryview) -> None:
+        descriptor = self._open(file)
+        file.check(descriptor)
+        done = 0
+        while done < len(target):
+            done += self._once(file, descriptor, target[done:], offset + done)
+
+    def read_aligned(self, file: SourceFile, offset: int, nbytes: int, scratch: memoryview) -> int:
+        file.check(self._open(file))
+        if self._read_cached(file, offset, scratch[:nbytes]):
+            return 0
+        direct = self._open_direct(file)
+        if direct is None:
+            self.read(file, offset, scratch[:nbytes])
+            return 0
+        before = offset % DIRECT_ALIGNMENT
+        start, wanted = offset - before, align(before + nbytes, DIRECT_ALIGNMENT)
+        done = 0
+        while done < before + nbytes:
+            # A direct read may stop early, at an extent's end; it goes on from an aligned place.
+            aligned = done // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+            reached = aligned + self._once(file, direct, scratch[aligned:wanted], start + aligned)
+            if reached <= done:
+                raise self._shortened(file, start + done)
+            done = reached
+        return before
+
+    def close(self) -> None:
+        """Close every file that was opened."""
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._descriptors.clear()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _read_cached(self, file: SourceFile, offset: int, target: memoryview) -> bool:
+        """Whether the whole range lay in the page cache, and was copied from there."""
+        flag = getattr(os, "RWF_NOWAIT", None)
+        if flag is None:
+            return False
+        try:
+            return os.preadv(self._open(file), [target], offset, flag) == len(target)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                return False
+            raise self._failed(file, offset, len(target), error) from error
+
+    def _once(self, file: SourceFile, descriptor: int, target: memoryview, offset: int) -> int:
+        try:
+            count = os.preadv(descriptor, [target], offset)
+        except OSError as error:
+            raise self._failed(file, offset, len(target), error) from error
+        if count == 0:
+            raise self._shortened(file, offset)
+        return count
+
+    def _open(self, file: SourceFile) -> int:
+        descriptor = self._descriptors.get((file, False))
+        if descriptor is None:
+            with self._lock:
+                descriptor = self._descriptors.get((file, False))
+                if descriptor is None:
+                    descriptor = self._opened(file, os.O_RDONLY)
+                    self._descriptors[file, False] = descriptor
+        return descriptor
+
+    def _open_direct(self, file: SourceFile) -> int | None:
+        """A descriptor that reads past the page cache; None where the file system does not offer that."""
+        if (file, True) not in self._descriptors:
+            with self._lock:
+                if (file, True) not in self._descriptors:
+                    self._descriptors[file, True] = self._opened_direct(file)
+        return self._descriptors[file, True]
+
+    def _opened(self, file: SourceFile, flags: int) -> int:
+        try:
+            descriptor = os.open(file.path, flags | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointReadError(
+                f"cannot open {file.path} any more ({error.strerror}). Put the file back, or load the model again"
+            ) from error
+        try:
+            file.check(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _opened_direct(self, file: SourceFile) -> int | None:
+        try:
+            return self._opened(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        except CheckpointError:  # no direct reads here, or the file was replaced: the open descriptor still reads it
+            return None
+
+    @staticmethod
+    def _shortened(file: SourceFile, offset: int) -> CheckpointChangedError:
+        return CheckpointChangedError(
+            f"{file.path} ends at byte {offset}: it was {file.size} bytes long when it was opened. "
+            "Put the original file back, or load the model again"
+        )
+
+    @staticmethod
+    def _failed(file: SourceFile, offset: int, nbytes: int, error: OSError) -> CheckpointReadError:
+        return CheckpointReadError(
+            f"reading {nbytes} bytes at offset {offset} of {file.path} failed ({error.strerror or error}). "
+            "Check the disk; the next call tries again"
+        )

@@ -1,0 +1,376 @@
+"""What `model.parameters()` shows while a unit is not computing: tensors that are offloaded and still never wrong.
+
+Note: homes. A host home is a real CPU parameter: its memory is the truth, so reads, writes and optimizers just work. A
+disk home has the true shape and dtype and no memory: a read materialises the values, a write or a view (it could be
+written through) promotes them to host memory first, so that the edit is part of the model from then on. Both watch
+what is done with them: a copy that is on its way to the device must end before its source is edited, a copy that was
+made before an edit must be refreshed, and a home that is read beside tensors of another device goes there by itself.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.reader import RangeReader
+from overspill.config import HOST_ALIGNMENT, align
+from overspill.devices import CPU, buffer_of, storage_users
+from overspill.errors import StateError
+from overspill.tensors import TensorSpec
+
+_computing = threading.local()
+
+
+class ComputingOn:
+    """While this thread is in a model's forward on `device`: homes that it uses outside any unit act as if there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before: torch.device = getattr(_computing, "device", CPU)
+        _computing.device = self._device
+
+    def __exit__(self, *exc: object) -> None:
+        _computing.device = self._before
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+def _setter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__set__
+
+
+_DEVICE_GETTERS = {_getter("device"): lambda device: device, _getter("is_cuda"): lambda device: device.type == "cuda"}
+
+# What says nothing about values: it neither waits for copies nor counts as an edit.
+_INERT = {
+    *map(_getter, ("shape", "dtype", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "_version", "ndim")),
+    *map(_getter, ("is_meta", "is_quantized", "is_sparse", "is_nested", "nbytes", "itemsize", "output_nr")),
+    *map(_getter, ("_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "is_cpu")),
+    *map(_setter, ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.element_size,
+    torch.Tensor.stride,
+    torch.Tensor.storage_offset,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.__hash__,
+    torch.Tensor.__len__,
+    torch.Tensor.type,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+
+# Functions that only read their weights but take views of them inside, which would look like views a user keeps.
+_READERS = {
+    functional.linear,
+    functional.bilinear,
+    functional.embedding,
+    functional.scaled_dot_product_attention,
+    functional.multi_head_attention_forward,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.einsum,
+    torch.tensordot,
+    torch.equal,
+    torch.Tensor.equal,
+    torch.allclose,
+}
+
+
+class _Home:
+    """What host and disk homes share: whoever uses one is noticed, and gets it on the right device."""
+
+    def touched(self) -> None:
+        """Something that may edit the values, now or through an alias, is about to happen."""
+        raise AssertionError
+
+    def read_on(self, device: torch.device) -> torch.Tensor:
+        """The values as an ordinary tensor on `device`, with a way back for gradients."""
+        raise AssertionError
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        device: torch.device = getattr(_computing, "device", CPU)
+        if func in _DEVICE_GETTERS and device != CPU:
+            return _DEVICE_GETTERS[func](device)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _INERT or func in _DEVICE_GETTERS:
+                return func(*args, **kwargs)
+            leaves, shape = tree_flatten((args, kwargs))
+            if func in _READERS or (device != CPU and not _edits(func)):
+                target = _device_of_others(leaves) or device
+                leaves = [leaf.read_on(target) if isinstance(leaf, _Home) else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten(leaves, shape)
+            else:
+                for leaf in leaves:
+                    if isinstance(leaf, _Home):
+                        leaf.touched()
+            return func(*args, **kwargs)
+
+
+def _edits(func: Callable[..., Any]) -> bool:
+    """Whether `func` is written to change its tensor: add_, __setitem__, __iadd__, `.data`, or a use of its memory."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return (
+        in_place
+        or name in {"__setitem__", "__set__", "__get__", "data_ptr", "untyped_storage"}
+        or (name.startswith("__i") and name.endswith("__") and name not in {"__index__", "__int__", "__invert__"})
+    )
+
+
+def _device_of_others(leaves: Iterable[Any]) -> torch.device | None:
+    """The accelerator that a home is used on, if it meets tensors there."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, _Home) and leaf.device != CPU:
+            return leaf.device
+    return None
+
+
+def plain_parameter(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`values` as an ordinary tensor, or as a Parameter where `like` is one."""
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(values, like.requires_grad)
+    return values
+
+
+@dataclass(eq=False)
+class HostSlot:
+    """What a host home knows of its place: how often it was used, and what to wait for before it may be edited."""
+
+    settle: Callable[[], None]
+    uses: int = 0
+    unshared: int = 0  # users of the storage when nobody outside holds an alias
+
+    def shared(self, home: torch.Tensor) -> bool:
+        """Whether an alias is alive somewhere: it may be written through at any time, unseen."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return storage_users(home) > self.unshared
+
+
+class HostTensor(_Home, torch.Tensor):
+    """A real CPU tensor, a view of its unit's pinned slab with a storage of its own."""
+
+    _overspill_slot: HostSlot
+
+    def touched(self) -> None:
+        self._overspill_slot.uses += 1
+        self._overspill_slot.settle()
+
+    def read_on(self, device: torch.device) -> torch.Tensor:
+        return self.to(device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = plain_parameter(self.detach().clone(), self)
+        return cast(torch.Tensor, memo[id(self)])
+
+
+class HostParameter(HostTensor, nn.Parameter):
+    """A host home that is a parameter."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_parameter(self.detach(), self).__reduce_ex__(protocol)
+
+
+def host_home(values: torch.Tensor, like: torch.Tensor, settle: Callable[[], None]) -> torch.Tensor:
+    """A home over `values`, which must have a storage of its own, in the place of `like`."""
+    home: torch.Tensor
+    if isinstance(like, nn.Parameter):
+        home = nn.Parameter(values, like.requires_grad)
+        home.__class__ = HostParameter
+    else:
+        home = values.view(values.shape)
+        home.__class__ = HostTensor
+    home._overspill_slot = HostSlot(settle)  # type: ignore[attr-defined]
+    return home
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """Some bytes of a file. A tensor is one span, or several that are gathered in order."""
+
+    file: SourceFile
+    offset: int
+    nbytes: int
+
+
+class DiskValues:
+    """The truth about one tensor on disk: spans of files, or host memory once it was promoted."""
+
+    def __init__(self, name: str, spec: TensorSpec, spans: Sequence[FileSpan], reader: RangeReader) -> None:
+        self.name, self.spec, self.spans = name, spec, tuple(spans)
+        self._reader = reader
+        self._lock = threading.Lock()
+        self.memory: torch.Tensor | None = None
+        self.edits = 0  # in-place edits so far: what `_version` is to an ordinary tensor
+
+    def read(self) -> torch.Tensor:
+        """The values: fresh memory, or the promoted memory itself."""
+        memory = self.memory
+        return self._from_files() if memory is None else memory
+
+    def promote(self) -> torch.Tensor:
+        """The values in host memory, where they stay: an edit there is the truth from now on."""
+        with self._lock:
+            if self.memory is None:
+                self.memory = self._from_files()
+            return self.memory
+
+    def replace(self, values: torch.Tensor) -> None:
+        """Take `values` as the truth."""
+        with self._lock:
+            if self.memory is None:
+                self.memory = _aligned_empty(self.spec)
+            self.memory.copy_(values)
+            self.edits += 1
+
+    def _from_files(self) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            values = _aligned_empty(self.spec)
+            if values.numel():
+                target = buffer_of(values)
+                start = 0
+                for span in self.spans:
+                    self._reader.read(span.file, span.offset, target[start : start + span.nbytes])
+                    start += span.nbytes
+            return values
+
+
+def _aligned_empty(spec: TensorSpec) -> torch.Tensor:
+    """Fresh host memory for one tensor, aligned so that CPU kernels round as they do on any other tensor."""
+    memory = torch.empty(align(spec.nbytes, HOST_ALIGNMENT) + HOST_ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % HOST_ALIGNMENT
+    return memory[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+
+
+class DiskTensor(_Home, torch.Tensor):
+    """A tensor without memory, whose values lie in files."""
+
+    _overspill_values: DiskValues
+
+    @staticmethod
+    def __new__(cls, values: DiskValues, requires_grad: bool = False) -> "DiskTensor":
+        tensor: DiskTensor = torch.Tensor._make_wrapper_subclass(
+            cls, values.spec.shape, dtype=values.spec.dtype, device=CPU, requires_grad=requires_grad
+        )
+        tensor._overspill_values = values
+        return tensor
+
+    def touched(self) -> None:
+        """Nothing to do here: `__torch_dispatch__` sees every write."""
+
+    def read_on(self, device: torch.device) -> torch.Tensor:
+        return self.clone() if device == CPU else self.to(device)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # a repr reads nothing
+        values = self._overspill_values
+        where = values.spans[0].file.path if values.memory is None and values.spans else "host memory"
+        return f"DiskTensor({values.name}: {values.spec}, {where})"
+
+    @property
+    def data(self) -> torch.Tensor:
+        return cast(torch.Tensor, _getter("data")(self))
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if TensorSpec.of(values) != self._overspill_values.spec:
+            raise StateError(
+                f"{self._overspill_values.name} is {self._overspill_values.spec} on disk and cannot become "
+                f"{TensorSpec.of(values)} through .data. Assign a new nn.Parameter to its module instead"
+            )
+        self._overspill_values.replace(values.detach())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._overspill_values.promote().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self._overspill_values.read().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._plain()
+        return cast(torch.Tensor, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> torch.Tensor:
+        return plain_parameter(self._overspill_values.read().clone(), self)
+
+    def data_ptr(self) -> NoReturn:
+        name = self._overspill_values.name
+        raise StateError(
+            f"{name} lies on disk and has no address. Copy it first: parameter.detach().clone().data_ptr()"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub leaves out func
+        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            # state_dict and .data go through detach: it stays lazy, and shares the values.
+            return return_and_correct_aliasing(func, tuple(args), dict(kwargs), cls(args[0]._overspill_values))
+        if func is torch.ops.aten.clone.default and args[0]._overspill_values.memory is None:
+            return args[0]._overspill_values.read()
+        schema = func._schema
+        aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
+        names = [argument.name for argument in schema.arguments]
+        plain_args = [_unwrapped(value, promote=names[i] in aliased) for i, value in enumerate(args)]
+        plain_kwargs = {name: _unwrapped(value, promote=name in aliased) for name, value in kwargs.items()}
+        result = func(*plain_args, **plain_kwargs)
+        returns = schema.returns
+        if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
+            written = args[0] if args else result
+            if isinstance(written, DiskTensor):
+                written._overspill_values.edits += 1
+                return written
+        return result
+
+
+def _unwrapped(value: Any, *, promote: bool) -> Any:
+    """`value` with each disk home in it replaced by its values: by their permanent memory if it may be written to."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, DiskTensor):
+            return leaf
+        return leaf._overspill_values.promote() if promote else leaf._overspill_values.read()
+
+    return tree_map(plain, value)
+
+
+def disk_home(values: DiskValues, like: torch.Tensor) -> torch.Tensor:
+    """A home for `values` in the place of `like`."""
+    home = DiskTensor(values)
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(home, like.requires_grad)
+    return home

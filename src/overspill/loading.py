@@ -1,0 +1,240 @@
+"""From a checkpoint to a model that runs: every tensor straight to its tier, nothing twice, nothing half done.
+
+Everything is built aside. The model is touched in the last step only, so a failure leaves it as it was.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.reader import FileReader
+from overspill.config import MIB
+from overspill.devices import buffer_of
+from overspill.errors import OffloadFolderError, OverspillError
+from overspill.homes import DiskValues, FileSpan
+from overspill.managed import Managed, manage
+from overspill.matching import Match
+from overspill.offload_folder import OffloadFolder, padded
+from overspill.plan import Placement, Plan, Tier
+from overspill.residency import StreamedUnit, refresh_flat_weights, table_of
+from overspill.slab import Layout
+from overspill.store import DiskStore, HostStore, merged
+from overspill.tensors import TensorGroup, TensorSpec
+from overspill.transfer import Piece, Transfer
+
+
+class Loader:
+    """One load: what goes where, and what has been built so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        groups: Mapping[str, TensorGroup],
+        matches: Mapping[str, Match],
+        *,
+        folder: str | os.PathLike[str] | None,
+        progress: bool,
+    ) -> None:
+        self._model, self._plan, self._groups, self._matches = model, plan, groups, matches
+        self._reader = FileReader()
+        self._transfers = {device: Transfer(device) for device in {plan.device, *(p.device for p in plan.placements)}}
+        self._pieces: dict[torch.device, list[Piece]] = {device: [] for device in self._transfers}
+        self._hosts: list[tuple[HostStore, torch.device]] = []
+        self._units: dict[str, StreamedUnit] = {}
+        self._homes: dict[str, torch.Tensor] = {}
+        self._folder = self._open_folder(folder)
+        self._progress = progress
+
+    def run(self) -> Managed:
+        """Do it, or leave the model as it was."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                for placement in self._plan.placements:
+                    self._prepare(placement)
+                self._prepare_stays()
+                self._read()
+                for store, device in self._hosts:
+                    store.pin(device)
+        except BaseException:
+            if self._folder is not None:
+                self._folder.remove()
+            raise
+        return self._commit()
+
+    # Building aside.
+
+    def _prepare(self, placement: Placement) -> None:
+        names = placement.unit.tensors
+        if placement.tier is Tier.DEVICE:
+            for name in names:
+                self._prepare_resident(name, placement.device)
+            return
+        likes = [self._groups[name].tensor for name in names]
+        layout = Layout.of([self._spec(name) for name in names])
+        store: HostStore | DiskStore
+        if placement.tier is Tier.CPU:
+            store = HostStore(layout, likes)
+            self._hosts.append((store, placement.device))
+            for index, name in enumerate(names):
+                self._fill(name, layout.view(store.memory, index), placement.device)
+        else:
+            values = [self._on_disk(name) for name in names]
+            store = DiskStore(layout, values, likes, self._reader)
+        self._homes.update(zip(names, store.homes, strict=True))
+        if placement.unit.roots:
+            places = [self._groups[name].places for name in names]
+            self._units[placement.unit.name] = StreamedUnit(placement.unit.name, store, places, placement.device)
+
+    def _prepare_stays(self) -> None:
+        """Small tensors live where the module that owns them computes."""
+        devices = {path: placement.device for placement in self._plan.placements for path in placement.unit.roots}
+        for name in self._plan.stays:
+            self._prepare_resident(name, _nearest(devices, name, self._plan.device))
+
+    def _prepare_resident(self, name: str, device: torch.device) -> None:
+        group = self._groups[name]
+        if name not in self._matches:  # not stored: it keeps the values it has
+            values = group.tensor.detach().to(device)
+        else:
+            spec = self._spec(name)
+            values = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            self._fill(name, values, device)
+        self._homes[name] = _plain(values, group.tensor)
+
+    def _fill(self, name: str, target: torch.Tensor, device: torch.device) -> None:
+        """Have `target` filled with the stored values, or with those that the model holds."""
+        if name not in self._matches:
+            target.copy_(self._groups[name].tensor.detach())
+            return
+        match = self._matches[name]
+        if target.numel() == 0:
+            return
+        flat = target.view(-1)
+        if match.is_cast:
+            piece = Piece(match.stored.file, match.stored.offset, match.stored.spec.dtype, flat)
+        else:
+            piece = Piece(match.stored.file, match.stored.offset, torch.uint8, flat.view(torch.uint8))
+        self._pieces[device].append(piece)
+
+    def _spec(self, name: str) -> TensorSpec:
+        return self._matches[name].spec if name in self._matches else self._groups[name].spec
+
+    # The disk tier: referenced where it lies, converted only where the bytes in memory are others.
+
+    def _open_folder(self, parent: str | os.PathLike[str] | None) -> OffloadFolder | None:
+        casts = [match for name, match in self._matches.items() if name in self._disk_names() and match.is_cast]
+        if not casts:
+            return None
+        nbytes = sum(padded(match.spec.nbytes) for match in casts)
+        return OffloadFolder(parent, fingerprint=_fingerprint(self._matches), nbytes=nbytes)
+
+    def _disk_names(self) -> set[str]:
+        on_disk = (placement for placement in self._plan.placements if placement.tier is Tier.DISK)
+        return {name for placement in on_disk for name in placement.unit.tensors}
+
+    def _on_disk(self, name: str) -> DiskValues:
+        if name not in self._matches:
+            values = DiskValues(name, self._spec(name), (), self._reader)
+            values.replace(self._groups[name].tensor.detach())
+            return values
+        match = self._matches[name]
+        if match.is_cast:
+            span = self._converted(name, match)
+        else:
+            span = FileSpan(match.stored.file, match.stored.offset, match.stored.nbytes)
+        return DiskValues(name, match.spec, [span], self._reader)
+
+    def _converted(self, name: str, match: Match) -> FileSpan:
+        """The tensor in its new dtype, in a file of our own; a few megabytes of it in memory at a time."""
+        assert self._folder is not None
+        path = self._folder.new_file(f"{len(self._folder)}.bin")
+        stored = match.stored
+        step = _CONVERTED_AT_ONCE // stored.spec.dtype.itemsize
+        try:
+            with path.open("wb") as file:
+                for start in range(0, stored.spec.numel, step):
+                    part = torch.empty(min(step, stored.spec.numel - start), dtype=stored.spec.dtype)
+                    self._reader.read(stored.file, stored.offset + start * part.itemsize, buffer_of(part))
+                    cast = part.to(match.spec.dtype)
+                    file.write(buffer_of(cast))
+        except OSError as error:
+            if isinstance(error, OverspillError):
+                raise
+            raise OffloadFolderError(
+                f"writing {name} to {path} failed ({error.strerror}). Free some space or pass another offload_folder"
+            ) from error
+        return FileSpan(SourceFile.at(path), 0, match.spec.nbytes)
+
+    # Reading, and the last step.
+
+    def _read(self) -> None:
+        total = sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+        lock = threading.Lock()
+        # disable=None: a bar on a terminal, nothing in a log.
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="loading", disable=None if self._progress else True
+        ) as bar:
+
+            def count(nbytes: int) -> None:
+                with lock:
+                    bar.update(nbytes)
+
+            fetches = [
+                self._transfers[device].from_disk(merged(pieces), self._reader, on_bytes=count)
+                for device, pieces in self._pieces.items()
+            ]
+            try:
+                for fetch in fetches:
+                    fetch.wait()
+            finally:
+                for fetch in fetches:
+                    fetch.cancel()
+                    fetch.wait_host()  # no thread may write to memory that a failed load gives up
+        self._pieces.clear()
+
+    def _commit(self) -> Managed:
+        for name, home in self._homes.items():
+            for place in self._groups[name].places:
+                table_of(place)[place.name] = home
+                refresh_flat_weights(place.module)
+        managed = Managed(self._model, self._plan, self._units, self._transfers, self._folder)
+        manage(self._model, managed)
+        return managed
+
+
+_CONVERTED_AT_ONCE = 16 * MIB
+
+
+def _plain(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """An ordinary parameter or buffer in the place of `like`."""
+    if not isinstance(like, nn.Parameter):
+        return values
+    parameter = nn.Parameter(values, like.requires_grad)
+    parameter.__dict__.update(like.__dict__)
+    return parameter
+
+
+def _nearest(devices: Mapping[str, torch.device], name: str, default: torch.device) -> torch.device:
+    """The device of the innermost unit root around the tensor `name`."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        if path in devices:
+            return devices[path]
+    return default
+
+
+def _fingerprint(matches: Mapping[str, Match]) -> str:
+    """Tells one model's converted tensors from another's."""
+    digest = hashlib.sha256()
+    for name, match in matches.items():
+        stored = match.stored
+        digest.update(f"{name} {match.spec} {stored.file} {stored.offset}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,79 @@
+"""Which stored tensor belongs to which tensor of the model; everything that does not fit, in one error."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from overspill.checkpoint.index import CheckpointIndex, StoredTensor
+from overspill.errors import CheckpointMismatchError
+from overspill.tensors import TensorGroup, TensorSpec
+
+_SHOWN = 20  # keys of each kind in the error's text
+
+
+@dataclass(frozen=True)
+class Match:
+    """A tensor of the model, where its values are stored, and what it is to be in memory."""
+
+    group: TensorGroup
+    stored: StoredTensor
+    spec: TensorSpec
+
+    @property
+    def is_cast(self) -> bool:
+        return self.stored.spec.dtype != self.spec.dtype
+
+
+def match(
+    groups: Mapping[str, TensorGroup], index: CheckpointIndex, *, dtype: torch.dtype | None, strict: bool
+) -> dict[str, Match]:
+    """The stored tensor of each parameter and persistent buffer, by the model's name for it.
+
+    A tied tensor may be stored under any of its names. Raises CheckpointMismatchError for what is missing, unexpected
+    or wrongly shaped. With `strict=False` unexpected keys are ignored, and a missing tensor keeps the values that the
+    model already holds; one that is only a meta placeholder has none, and is an error all the same.
+    """
+    matches: dict[str, Match] = {}
+    missing, problems = [], []
+    for name, group in groups.items():
+        stored = next((index[key] for key in group.names if key in index), None)
+        if stored is not None and group.persistent:
+            problems += _misfit(group, stored)
+            matches[name] = Match(group, stored, group.spec.cast(dtype))
+        elif group.tensor.is_meta or (strict and group.persistent):
+            missing.append(_missing(group))
+    known = {key for group in groups.values() for key in group.names}
+    unexpected = [key for key in index if key not in known] if strict else []
+    if missing or unexpected or problems:
+        raise CheckpointMismatchError(_message(index, missing, unexpected, problems))
+    return matches
+
+
+def _misfit(group: TensorGroup, stored: StoredTensor) -> list[str]:
+    ours, theirs = group.spec, stored.spec
+    if ours.shape != theirs.shape:
+        return [f"{stored.name}: {list(theirs.shape)} in the checkpoint, {list(ours.shape)} in the model"]
+    if ours.dtype != theirs.dtype and not (ours.dtype.is_floating_point and theirs.dtype.is_floating_point):
+        return [f"{stored.name}: {theirs.dtype} in the checkpoint, {ours.dtype} in the model"]
+    return []
+
+
+def _missing(group: TensorGroup) -> str:
+    if group.persistent:
+        return group.name
+    return f"{group.name} (a buffer that no checkpoint stores: build the skeleton with include_buffers=False)"
+
+
+def _message(index: CheckpointIndex, missing: list[str], unexpected: list[str], problems: list[str]) -> str:
+    folder = index.files[0].path.parent if index.files else "the checkpoint"
+    lines = [f"the checkpoint in {folder} does not fit the model; nothing was loaded."]
+    for title, keys in (
+        ("missing from the checkpoint", missing),
+        ("not in the model (strict=False ignores these)", unexpected),
+        ("of another shape or kind", problems),
+    ):
+        if keys:
+            more = [f"  … and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+            lines += [f"{len(keys)} {title}:", *(f"  {key}" for key in keys[:_SHOWN]), *more]
+    return "\n".join(lines)

@@ -1,0 +1,64 @@
+"""Move the tensors in a call's arguments and results, however they are nested."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor], skip: Collection[str] = ()) -> Any:
+    """`value` with each tensor in it replaced by `function` of it; the very same object if none was replaced.
+
+    Looks into tuples, lists, mappings and dataclasses. Other objects (a key-value cache, say) look after their tensors
+    themselves and are passed on as they are, and so is what stands under a name in `skip`.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        items = [map_tensors(item, function, skip) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        return _mapped(value, dict(value), function, skip)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return _mapped(value, fields, function, skip, rebuild=dataclasses.replace)
+    return value
+
+
+def _mapped(
+    value: Any,
+    entries: dict[Any, Any],
+    function: Callable[[torch.Tensor], torch.Tensor],
+    skip: Collection[str],
+    rebuild: Callable[..., Any] | None = None,
+) -> Any:
+    moved = {key: item if key in skip else map_tensors(item, function, skip) for key, item in entries.items()}
+    changed = {key: item for key, item in moved.items() if item is not entries[key]}
+    if not changed:
+        return value
+    if rebuild is not None:
+        return rebuild(value, **changed)
+    if type(value) is dict:
+        return moved
+    return type(value)(**moved) if all(isinstance(key, str) for key in moved) else type(value)(moved)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Each tensor that `map_tensors` would find."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def to_device(value: Any, device: torch.device, skip: Collection[str] = ()) -> Any:
+    """`value` with its tensors on `device`."""
+    return map_tensors(value, lambda tensor: tensor if tensor.device == device else tensor.to(device), skip)

@@ -1,0 +1,408 @@
+"""A unit's states, HOME -> FETCHING -> LIVE, and who may be where. The only file that writes `_parameters`.
+
+Note: states and what they cost on the compute device.
+  HOME      nothing. The modules show the homes.
+  FETCHING  a slab, being filled. The modules show the homes. Entered on demand, or ahead of it by the schedule.
+  LIVE      a slab, filled. The modules show live tensors, views of the slab, while at least one call uses the unit.
+            Unused, it stays until its room is wanted: then the slab is dropped. Nothing is copied back, since clean
+            weights are the same as their homes; what a forward did write goes home as soon as the call ends.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.devices import record_event
+from overspill.errors import CheckpointError
+from overspill.graph import onload
+from overspill.schedule import Schedule
+from overspill.slab import Slab, Window, extra_slab
+from overspill.store import Store
+from overspill.tensors import Place, TensorSpec
+from overspill.transfer import DEMANDED, PREFETCHED, Fetch, Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class LiveParameter(nn.Parameter):
+    """A parameter to compute with. An edit through `.data` leaves no trace in its version, so it is noticed here."""
+
+    data_was_used = False
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.data_was_used = True
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.data_was_used = True
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Bound:
+    """One entry of a module's table that shows something else than its home at the moment."""
+
+    table: dict[str, Any]
+    name: str
+    home: torch.Tensor
+    shown: torch.Tensor
+    version: int
+
+    def undo(self) -> None:
+        if self.table.get(self.name) is self.shown:
+            self.table[self.name] = self.home
+
+
+class StreamedUnit:
+    """One unit that comes to the compute device when it is needed. Its residency serialises every call."""
+
+    def __init__(self, name: str, store: Store, places: Sequence[Sequence[Place]], device: torch.device) -> None:
+        self.name, self.store, self.device = name, store, device
+        self.nbytes = store.layout.nbytes
+        self.users = 0
+        self.slab: Slab | None = None
+        self.fetch: Fetch | None = None
+        self._places = places
+        self._live: list[torch.Tensor] = []
+        self._stamps: list[object] = []
+        self._versions: list[int] = []
+        self._bound: list[_Bound] = []
+        self._strays: list[_Bound] = []
+        self._bound_with_grad = False
+
+    # HOME -> FETCHING, and back to HOME from anywhere.
+
+    def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
+        self._stamps = [self.store.stamp(index) for index in range(len(self._places))]
+        self.slab = slab
+        self.fetch = self.store.fetch(slab, transfer, priority)
+
+    def drop(self) -> Fetch | None:
+        """Give up the slab. The fetch that still fills it, if any, keeps the memory until it has ended."""
+        self.collect_writes()
+        fetch, self.fetch = self.fetch, None
+        self.slab, self._live = None, []
+        if fetch is None or fetch.finished():
+            return None
+        fetch.cancel()
+        return fetch
+
+    # FETCHING -> LIVE: the bytes have been waited for.
+
+    def make_live(self) -> None:
+        """Build the live tensors where there are none, and bring those up to date whose homes were edited since."""
+        assert self.slab is not None
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._live:
+                self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
+                self._versions = [live._version for live in self._live]
+            for index, live in enumerate(self._live):
+                stamp = self.store.stamp(index)
+                if stamp != self._stamps[index]:
+                    self._stamps[index] = stamp
+                    self._refresh(index, live)
+
+    def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
+        view = self.store.layout.view(slab.memory, index).data  # .data: views share a version, each needs its own
+        home = self.store.homes[index]
+        if not isinstance(home, nn.Parameter):
+            return view
+        live = LiveParameter(view, requires_grad=home.requires_grad)
+        if home.requires_grad:
+            # Only for code that turns gradients on inside a call that had them off: see `bind` for the usual way.
+            live.register_post_accumulate_grad_hook(_GradientGoesHome(home))  # type: ignore[no-untyped-call]
+        return live
+
+    def _refresh(self, index: int, live: torch.Tensor) -> None:
+        home = self.store.homes[index]
+        if TensorSpec.of(home) == self.store.layout.specs[index]:
+            self.store.refresh(index, live)
+        else:  # a home that was given another dtype or shape has no room in the slab
+            live = nn.Parameter(home.to(self.device), home.requires_grad) if isinstance(home, nn.Parameter) else home
+            self._live[index] = live
+        self._versions[index] = live._version
+
+    # LIVE: the modules show the live tensors while somebody uses the unit.
+
+    def bind(self, root: nn.Module) -> None:
+        """Show the live tensors. With gradients on, as results of `onload`, which brings gradients to the homes."""
+        with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if self._bound and (self._bound_with_grad or not with_grad):
+            return
+        self._unbind_tensors()
+        self._bound_with_grad = with_grad
+        for index, live in enumerate(self._live):
+            home = self.store.homes[index]
+            shown = onload(home, live.detach()) if with_grad and home.requires_grad else live
+            for place in self._places[index]:
+                self._show(place, home, shown)
+        if not self._strays:
+            self._bind_strays(root)
+
+    def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor) -> None:
+        table = table_of(place)
+        if table.get(place.name) is not home:
+            return  # the user put another tensor there: that one is the truth now
+        table[place.name] = shown
+        self._bound.append(_Bound(table, place.name, home, shown, shown._version))
+        refresh_flat_weights(place.module)
+
+    def _bind_strays(self, root: nn.Module) -> None:
+        """Bring along what was added to the unit's modules after planning: adapters, replaced weights."""
+        if self.device.type == "cpu":
+            return
+        for module in root.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.device != self.device:
+                        moved = tensor.to(self.device)
+                        table[name] = moved
+                        self._strays.append(_Bound(table, name, tensor, moved, moved._version))
+
+    def unbind(self) -> None:
+        """Show the homes again, once what the forward wrote has gone there."""
+        self.collect_writes()
+        self._unbind_tensors()
+        for stray in self._strays:
+            if stray.shown._version != stray.version:
+                with torch.no_grad():
+                    stray.home.copy_(stray.shown)
+            stray.undo()
+        self._strays = []
+
+    def _unbind_tensors(self) -> None:
+        for bound in self._bound:
+            bound.undo()
+        self._bound = []
+        for places in self._places:
+            for place in places:
+                refresh_flat_weights(place.module)
+
+    def collect_writes(self) -> None:
+        """Send home what was written to live tensors."""
+        with torch.inference_mode(False), torch.no_grad():
+            for index, live in enumerate(self._live):
+                if live._version == self._versions[index] and not self._edited_through_data(index, live):
+                    continue
+                self.store.absorb(index, live.detach())
+                self._versions[index] = live._version
+                self._stamps[index] = self.store.stamp(index)
+
+    def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
+        if not getattr(live, "data_was_used", False):
+            return False
+        assert isinstance(live, LiveParameter)
+        live.data_was_used = False
+        # Most uses of .data only read (compilers do). Comparing is slow, but an edit that never happened costs memory.
+        before = torch.empty_like(live, device="cpu")
+        self.store.refresh(index, before)
+        return not torch.equal(before.view(-1).view(torch.uint8), live.detach().cpu().view(-1).view(torch.uint8))
+
+
+class _GradientGoesHome:
+    """A gradient that reached a live parameter itself is added to its home's."""
+
+    def __init__(self, home: torch.Tensor) -> None:
+        self._home = home
+
+    def __call__(self, live: torch.Tensor) -> None:
+        assert live.grad is not None
+        gradient = live.grad.detach().to(self._home.device)
+        live.grad = None
+        self._home.grad = gradient if self._home.grad is None else self._home.grad + gradient
+
+
+def table_of(place: Place) -> dict[str, Any]:
+    """The module's own table in which the tensor of `place` hangs."""
+    module = place.module
+    return module._parameters if place.name in module._parameters else module._buffers
+
+
+def refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent modules keep a second list of their weights, which must show the same tensors."""
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in module._flat_weights_names]
+
+
+@dataclass(eq=False)
+class Root:
+    """A module whose forward needs some units, all at once."""
+
+    path: str
+    module: nn.Module
+    units: list[StreamedUnit] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Use:
+    """One call's hold on a root's units: what it has got so far."""
+
+    root: Root
+    units: list[StreamedUnit] = field(default_factory=list)
+    running: bool = False
+
+
+class Residency:
+    """The streamed units of one compute device, their window, and the order in which they come."""
+
+    def __init__(self, roots: Sequence[Root], window: Window, transfer: Transfer) -> None:
+        self.device = window.device
+        self.window = window
+        self.transfer = transfer
+        self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
+        self._schedule = Schedule(roots)
+        self._changed = threading.Condition()
+        self._draining: list[Fetch] = []
+        self._running = 0  # uses by calls that are under way and do not themselves wait for room
+        self._mine = threading.local()  # this thread's share of those
+
+    def acquire(self, use: "Use") -> None:
+        """Let the root's modules show tensors on the compute device. `release` must follow, also if this fails."""
+        root = use.root
+        with self._changed:
+            self._schedule.note(root)
+            for unit in root.units:
+                unit.users += 1
+                use.units.append(unit)
+            for unit in root.units:
+                self._ensure_fetched(unit)
+            self._prefetch()
+        for unit in root.units:
+            self._arrive(unit)
+        with self._changed:
+            for unit in root.units:
+                unit.make_live()
+                unit.bind(root.module)
+            self._count_running(+1)
+            use.running = True
+
+    def release(self, use: "Use") -> None:
+        """Undo what `acquire` did, as far as it got."""
+        with self._changed:
+            if use.running:
+                self._count_running(-1)
+                use.running = False
+            end = record_event(self.device) if use.units else None
+            while use.units:
+                self._end_use(use.units.pop(), end)
+            self._prefetch()
+            self._changed.notify_all()
+
+    def _end_use(self, unit: StreamedUnit, end: torch.Event | None) -> None:
+        unit.users -= 1
+        if unit.slab is not None:
+            unit.slab.used_until(end)
+        if unit.users == 0:
+            unit.unbind()
+            if unit.fetch is not None and (not unit.fetch.finished() or unit.fetch.error is not None):
+                self._drop(unit)
+
+    def _ensure_fetched(self, unit: StreamedUnit) -> None:
+        while unit.slab is None:
+            slab = self._take(unit)
+            if unit.slab is None:  # taking a slab may wait, and another thread may have been faster
+                unit.start(slab, self.transfer, DEMANDED)
+
+    def _arrive(self, unit: StreamedUnit) -> None:
+        """Wait for the unit's bytes. What failed ahead of time is tried once more, now that it is needed."""
+        tried_again = False
+        while True:
+            fetch = unit.fetch
+            assert fetch is not None
+            try:
+                fetch.wait()
+                return
+            except CheckpointError:
+                if tried_again:
+                    raise
+            tried_again = True
+            with self._changed:
+                if unit.fetch is fetch:
+                    assert unit.slab is not None
+                    unit.start(unit.slab, self.transfer, DEMANDED)
+
+    # Room in the window.
+
+    def _take(self, unit: StreamedUnit) -> Slab:
+        """A slab for a unit that is needed now: waits for other calls to end, never for this one."""
+        while True:
+            slab = self._room(unit.nbytes, keep={unit})
+            if slab is not None:
+                return slab
+            if not self._wait_for_others():
+                logger.warning(
+                    "the window of %d bytes has no room for %s while tensors of earlier units are still in use; "
+                    "taking %d bytes outside it",
+                    self.window.nbytes,
+                    unit.name,
+                    unit.nbytes,
+                )
+                return extra_slab(unit.nbytes, self.device)
+
+    def _wait_for_others(self) -> bool:
+        """Wait until something may have been freed. False if nothing under way can free anything."""
+        self._draining = [fetch for fetch in self._draining if not fetch.finished()]
+        if self._draining:
+            self._changed.wait(timeout=0.001)
+            return True
+        mine = getattr(self._mine, "running", 0)
+        if self._running == mine:
+            return False
+        self._running -= mine
+        try:
+            self._changed.wait(timeout=1.0)
+        finally:
+            self._running += mine
+        return True
+
+    def _room(self, nbytes: int, keep: set[StreamedUnit]) -> Slab | None:
+        """A slab, if need be in the place of units that nobody uses and that are not in `keep`."""
+        slab = self.window.take(nbytes)
+        if slab is None:
+            for unit in self._units:
+                if unit.slab is not None and unit.users == 0 and unit not in keep:
+                    self._drop(unit)
+                    slab = self.window.take(nbytes)
+                    if slab is not None:
+                        break
+        return slab
+
+    def _drop(self, unit: StreamedUnit) -> None:
+        draining = unit.drop()
+        if draining is not None:
+            self._draining.append(draining)
+
+    def _count_running(self, change: int) -> None:
+        self._running += change
+        self._mine.running = getattr(self._mine, "running", 0) + change
+
+    # Ahead of need.
+
+    def _prefetch(self) -> None:
+        """Fetch what comes next, nearest first, while there is room."""
+        keep: set[StreamedUnit] = set()
+        for unit in self._ahead():
+            keep.add(unit)
+            if unit.slab is None:
+                slab = self._room(unit.nbytes, keep)
+                if slab is None:
+                    return
+                unit.start(slab, self.transfer, PREFETCHED)
+
+    def _ahead(self) -> Iterator[StreamedUnit]:
+        """The units of the coming steps. The next one from disk comes second, however far: the disk must not idle."""
+        steps = (unit for root in self._schedule.upcoming() for unit in root.units)
+        units = list(dict.fromkeys(steps))
+        from_disk = next((unit for unit in units[1:] if unit.store.reads_disk), None)
+        if from_disk is not None:
+            units.remove(from_disk)
+            units.insert(1, from_disk)
+        return iter(units)

@@ -1,0 +1,125 @@
+"""Models without weights: parameters on the meta device, so that a model of any size can be built, and planned for."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Note: why registration is where tensors go to meta
+#
+# The alternative, `with torch.device("meta")`, sends every tensor of `__init__` there: buffers whose values are nowhere
+# but in `__init__` (a rotary embedding's frequencies) would be lost, and code that computes with tensors to configure
+# itself (`torch.linspace(0, rate, depth).tolist()`) fails. A factory call cannot know what its tensor will become; a
+# registration does. The price is that a parameter exists for a moment before it is registered. `torch.empty`, which
+# torch's own layers use, touches none of its pages; `torch.randn` would, for one parameter at a time, and frees them
+# at once. Initialisers that run after the registration see a meta tensor, and do nothing.
+
+
+@contextmanager
+def empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """Build modules without weights: within the context, parameters are on the meta device, and take no memory.
+
+    Buffers are real, since a checkpoint seldom holds them; `include_buffers=True` sends them to meta too. Parameters
+    keep their class, attributes and ties. What was built before the context is not touched: a parameter from outside
+    keeps its values there, and its twin in the new module has none. Only the calling thread is affected; contexts nest,
+    and the inner one counts.
+    """
+    enclosing = _this_thread.contexts
+    twins = enclosing[-1].twins if enclosing else WeakTensorKeyDictionary()
+    _install_hooks()
+    enclosing.append(_Context(include_buffers, twins))
+    try:
+        yield
+    finally:
+        enclosing.pop()
+        _remove_hooks()
+
+
+@dataclass(frozen=True)
+class _Context:
+    include_buffers: bool
+    # From each tensor that was registered to its twin on meta, so that a tensor registered twice stays one. Weak, or
+    # the real tensors would live as long as the context.
+    twins: WeakTensorKeyDictionary
+
+
+class _ThreadState(threading.local):
+    """The contexts that the current thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[_Context] = []
+
+
+_this_thread = _ThreadState()
+
+# torch's registration hooks are global, so they are in place while any thread is in a context, and each call of them
+# looks at its own thread's contexts.
+_hooks_lock = threading.Lock()
+_hooks_users = 0
+_hooks: list[RemovableHandle] = []
+
+
+def _install_hooks() -> None:
+    global _hooks_users
+    with _hooks_lock:
+        if _hooks_users == 0:
+            # Typed in torch as returning None, documented as returning what to register instead.
+            _hooks.append(register_module_parameter_registration_hook(_on_parameter))  # type: ignore[arg-type]
+            _hooks.append(register_module_buffer_registration_hook(_on_buffer))  # type: ignore[arg-type]
+        _hooks_users += 1
+
+
+def _remove_hooks() -> None:
+    global _hooks_users
+    with _hooks_lock:
+        _hooks_users -= 1
+        if _hooks_users == 0:
+            while _hooks:
+                _hooks.pop().remove()
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
+    contexts = _this_thread.contexts
+    return _twin_of(parameter, contexts[-1].twins) if contexts else None
+
+
+def _on_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    contexts = _this_thread.contexts
+    if not contexts or not contexts[-1].include_buffers or buffer is None:
+        return None
+    return _twin_of(buffer, contexts[-1].twins)
+
+
+def _twin_of(tensor: torch.Tensor, twins: WeakTensorKeyDictionary) -> torch.Tensor | None:
+    """What to register in place of `tensor`; None to register `tensor` itself."""
+    if tensor.is_meta or is_lazy(tensor):  # a lazy parameter has no shape yet, and no memory
+        return None
+    twin: torch.Tensor | None = twins.get(tensor)
+    if twin is None:
+        twin = twins[tensor] = _make_twin(tensor)
+    return twin
+
+
+def _make_twin(tensor: torch.Tensor) -> torch.Tensor:
+    # Without overrides: a subclass's own `.to` may do more than move it (bitsandbytes quantizes).
+    with torch._C.DisableTorchFunctionSubclass():
+        data = torch.Tensor.to(tensor.detach(), "meta")
+    if type(data) is torch.Tensor:
+        # Not by the class's constructor, whose arguments are unknown. What it would have set is in __dict__.
+        twin = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+        twin.__dict__.update(tensor.__dict__)
+        return twin
+    # A wrapper around inner tensors, which it has moved to meta in its own way; its __dict__ holds the real ones.
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, tensor.requires_grad)
+    return data

@@ -1,0 +1,131 @@
+"""One aligned byte buffer a unit, typed views into it, and the window that such buffers are taken from."""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from overspill.config import DEVICE_ALIGNMENT, align
+from overspill.devices import CPU, HostPages, host_bytes, lease_range, record_event
+from overspill.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a unit lies in its slab."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec]) -> "Layout":
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end = align(end + spec.nbytes, DEVICE_ALIGNMENT)
+        return cls(tuple(specs), tuple(offsets), end)
+
+    def view(self, memory: torch.Tensor, index: int) -> torch.Tensor:
+        """Tensor `index` as a typed view of `memory`."""
+        spec, start = self.specs[index], self.offsets[index]
+        return memory[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+
+
+@dataclass
+class _Gap:
+    """A free range of the window. `events` must have passed before its bytes may be overwritten."""
+
+    start: int
+    end: int
+    events: list[torch.Event] = field(default_factory=list)
+
+
+class Slab:
+    """Bytes on the compute device that hold one unit while it is on its way or live."""
+
+    def __init__(self, memory: torch.Tensor, events: list[torch.Event], uses: list[torch.Event]) -> None:
+        self.memory = memory
+        self.overwrite_after = events  # what whoever fills the slab must wait for
+        self.uses = uses  # what whoever has these bytes next must wait for
+
+    def used_until(self, event: torch.Event | None) -> None:
+        """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""
+        if event is not None:
+            self.uses.append(event)
+
+
+class Window:
+    """A fixed piece of the compute device's memory that slabs are taken from.
+
+    Note: the life of a slab. A slab is a tensor with a storage of its own over a range of the window (see
+    `devices.lease_range`). Nobody hands a slab back: its range is free when the last tensor that views it is gone.
+    So an output that aliases a weight, a tensor that autograd saved or one that a user's hook kept stays right for as
+    long as it lives; it only makes the window smaller meanwhile. The host may be ahead of the device: a freed range
+    carries the events of its last uses, and whoever fills it next waits for them on the device.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = align(nbytes, DEVICE_ALIGNMENT)
+        self.device = device
+        # Fresh pages from the kernel cost nothing until they are used, and start at a page's boundary.
+        self._arena = (
+            host_bytes(HostPages(self.nbytes))
+            if device == CPU
+            else torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        )
+        self._gaps = [_Gap(0, self.nbytes)]
+        self._returned: deque[_Gap] = deque()  # filled by finalizers, which may run in any thread and must not lock
+
+    def take(self, nbytes: int) -> Slab | None:
+        """A slab of `nbytes`, or None when no gap is wide enough. The caller serialises calls."""
+        self._collect()
+        nbytes = align(max(nbytes, 1), DEVICE_ALIGNMENT)
+        for position, gap in enumerate(self._gaps):
+            if gap.end - gap.start >= nbytes:
+                taken = _Gap(gap.start, gap.start + nbytes)
+                events = list(gap.events)
+                gap.start += nbytes
+                if gap.start == gap.end:
+                    del self._gaps[position]
+                memory, owner = lease_range(self._arena, taken.start, nbytes)
+                weakref.finalize(owner, self._returned.append, taken).atexit = False
+                return Slab(memory, events, taken.events)
+        return None
+
+    def free_bytes(self) -> int:
+        """Bytes in no slab now."""
+        self._collect()
+        return sum(gap.end - gap.start for gap in self._gaps)
+
+    def _collect(self) -> None:
+        """Put what finalizers returned back among the gaps, merging neighbours."""
+        while self._returned:
+            gap = self._returned.popleft()
+            gap.events[:] = [event for event in gap.events if not event.query()]
+            # A view that outlived its unit's release may have been used after the events that the release recorded.
+            last_use = record_event(self.device)
+            if last_use is not None:
+                gap.events.append(last_use)
+            self._gaps.append(gap)
+            self._gaps.sort(key=lambda gap: gap.start)
+            merged = [self._gaps[0]]
+            for gap in self._gaps[1:]:
+                if gap.start == merged[-1].end:
+                    merged[-1].end = gap.end
+                    merged[-1].events += gap.events
+                else:
+                    merged.append(gap)
+            self._gaps = merged
+
+
+def extra_slab(nbytes: int, device: torch.device) -> Slab:
+    """A slab outside any window, for the rare call that could otherwise never go on."""
+    with torch.inference_mode(False):
+        if device == CPU:
+            return Slab(host_bytes(HostPages(nbytes)), [], [])
+        memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+    now = record_event(device)
+    return Slab(memory, [] if now is None else [now], [])

@@ -1,0 +1,309 @@
+"""Bytes on their way: reader threads, the pinned ring and the copy streams. The only file that makes streams."""
+
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.reader import DIRECT_ALIGNMENT, RangeReader
+from overspill.config import MIB
+from overspill.devices import (
+    CPU,
+    buffer_of,
+    current_stream_waits,
+    new_stream,
+    pinned_bytes,
+    reader_threads,
+    record_event,
+)
+from overspill.slab import Slab
+
+CHUNK = 16 * MIB
+"""Bytes a read: large enough for a disk's and the link's full rate, small enough to share among threads."""
+
+DEMANDED, PREFETCHED = 0, 1
+"""What a computation waits for is read before what it may want later."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a file, and the memory that it goes to. `target` is flat; a dtype other than `dtype` means a cast."""
+
+    file: SourceFile
+    offset: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+    def chunks(self) -> Iterator["Piece"]:
+        """The same in parts of at most CHUNK bytes, cut between elements."""
+        step = CHUNK // self.dtype.itemsize
+        for start in range(0, self.target.numel(), step):
+            target = self.target[start : start + step]
+            yield Piece(self.file, self.offset + start * self.dtype.itemsize, self.dtype, target)
+
+
+class Fetch:
+    """Some bytes on their way to a device. Done when the last copy has been queued there, or when one failed."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        parts: int,
+        *,
+        uses: list[torch.Event] | None = None,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._left = parts
+        self._done = threading.Event()
+        self._arrived: torch.Event | None = None
+        self._uses = uses
+        self._on_bytes = on_bytes
+        self.error: BaseException | None = None
+        self.cancelled = False
+        if parts == 0:
+            self._done.set()
+
+    def part_queued(self, stream: torch.Stream | None, nbytes: int, error: BaseException | None = None) -> bool:
+        """Called once a part, behind the part's copy on `stream`. Whether it was the last."""
+        with self._lock:
+            self._left -= 1
+            self.error = self.error or error
+            last = self._left == 0
+        if last and stream is not None:
+            # Every part is queued by now, so this event stands behind all of them.
+            self._arrived = record_event(self._device, stream)
+            if self._uses is not None and self._arrived is not None:
+                self._uses.append(self._arrived)  # whoever overwrites these bytes next waits for it, also if cancelled
+        if self._on_bytes is not None:
+            self._on_bytes(nbytes)
+        return last
+
+    def finish(self) -> None:
+        self._done.set()
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: parts that have not started are skipped."""
+        self.cancelled = True
+
+    def finished(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait here until all is queued, raise what went wrong, and let the current stream wait for the bytes."""
+        self._wait_done()
+        if self.error is not None:
+            raise self.error
+        current_stream_waits(self._device, self._arrived)
+
+    def wait_host(self) -> None:
+        """Wait here until the bytes have arrived, or failed to."""
+        self._wait_done()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def _wait_done(self) -> None:
+        while not self._done.wait(timeout=1.0):  # a bounded wait lets an interrupt through
+            pass
+
+
+class _Ring:
+    """A fixed number of pinned chunks. A chunk in use by a copy comes back with the event that ends the copy."""
+
+    def __init__(self, chunks: int, device: torch.device) -> None:
+        size = CHUNK + 2 * DIRECT_ALIGNMENT  # a direct read starts and ends on a page
+        self._memory = pinned_bytes(chunks * size, device)
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.Event | None]] = queue.SimpleQueue()
+        for chunk in self._memory.split(size):
+            self._free.put((chunk, None))
+
+    def take(self) -> torch.Tensor:
+        chunk, copied = self._free.get()
+        if copied is not None:
+            copied.synchronize()  # the device still reads from this chunk
+        return chunk
+
+    def give(self, chunk: torch.Tensor, copied: torch.Event | None) -> None:
+        self._free.put((chunk, copied))
+
+
+class _Readers:
+    """The process's reader threads. They serve every model, nearest need first."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        for index in range(reader_threads()):
+            threading.Thread(target=self._work, name=f"overspill-reader-{index}", daemon=True).start()
+
+    def submit(self, priority: int, task: Callable[[], None]) -> None:
+        self._tasks.put((priority, next(self._order), task))
+
+    def _work(self) -> None:
+        while True:
+            task = self._tasks.get()[2]
+            task()
+            del task  # a thread that waits for work must not keep the last task's memory alive
+
+
+class Transfer:
+    """Everything that moves to one device: its copy streams, its ring, and a share of the reader threads."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Two streams: a copy from host memory must not queue behind one that still waits for the disk.
+        self._host_copies = new_stream(device)
+        self._disk_copies = new_stream(device)
+        self._ring: _Ring | None = None
+        self._lock = threading.Lock()
+
+    def from_host(self, source: torch.Tensor, slab: Slab) -> Fetch:
+        """One flat copy of pinned `source` to the slab's front, once the slab's last users are done."""
+        fetch = Fetch(self.device, parts=1, uses=slab.uses)
+        stream = self._host_copies
+        with _on(stream), torch.inference_mode(False), torch.no_grad():
+            _wait_all(stream, slab.overwrite_after)
+            slab.memory[: source.nbytes].copy_(source, non_blocking=True)
+        fetch.part_queued(stream, source.nbytes)
+        fetch.finish()
+        return fetch
+
+    def from_disk(
+        self,
+        pieces: Sequence[Piece],
+        reader: RangeReader,
+        *,
+        slab: Slab | None = None,
+        priority: int = DEMANDED,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> Fetch:
+        """Read `pieces` with the reader threads, each chunk copied on as it lands.
+
+        Where the targets lie in `slab`, the copies wait for the slab's last users.
+        """
+        chunks = [chunk for piece in pieces for chunk in piece.chunks()]
+        fetch = Fetch(self.device, len(chunks), uses=None if slab is None else slab.uses, on_bytes=on_bytes)
+        if slab is not None:
+            _wait_all(self._disk_copies, slab.overwrite_after)
+        for chunk in chunks:
+            _readers().submit(priority, _ChunkRead(self, chunk, reader, fetch))
+        return fetch
+
+    def ring(self) -> _Ring:
+        with self._lock:
+            if self._ring is None:
+                self._ring = _shared_ring(self.device)
+            return self._ring
+
+    def land(self, piece: Piece, reader: RangeReader) -> None:
+        """Read one chunk and bring it to its target."""
+        if piece.target.device == CPU:
+            _land_on_host(piece, reader)
+            return
+        ring = self.ring()
+        chunk, copied = ring.take(), None
+        try:
+            start = reader.read_aligned(piece.file, piece.offset, piece.nbytes, buffer_of(chunk))
+            source = _typed(chunk[start : start + piece.nbytes], piece.dtype)
+            with _on(self._disk_copies):
+                piece.target.copy_(source, non_blocking=True)
+                copied = record_event(self.device, self._disk_copies)
+        finally:
+            ring.give(chunk, copied)
+
+    @property
+    def disk_stream(self) -> torch.Stream | None:
+        return self._disk_copies
+
+
+class _ChunkRead:
+    """One chunk's task for a reader thread. Its references end with it, so a slab is free when its fetch is."""
+
+    def __init__(self, transfer: Transfer, piece: Piece, reader: RangeReader, fetch: Fetch) -> None:
+        self._transfer, self._piece, self._reader, self._fetch = transfer, piece, reader, fetch
+
+    def __call__(self) -> None:
+        piece, fetch, transfer = self._piece, self._fetch, self._transfer
+        nbytes, error = piece.nbytes, None
+        try:
+            if not fetch.cancelled and fetch.error is None:
+                with torch.inference_mode(False), torch.no_grad():
+                    transfer.land(piece, self._reader)
+        except BaseException as failure:  # it belongs to the call that needs the data, not to this thread
+            error = failure.with_traceback(None)
+        last = fetch.part_queued(transfer.disk_stream, nbytes, error)
+        del piece, self._piece  # before the fetch ends: whoever waits for it may count on the memory being free
+        if last:
+            fetch.finish()
+
+
+def _land_on_host(piece: Piece, reader: RangeReader) -> None:
+    if piece.target.dtype == piece.dtype:
+        reader.read(piece.file, piece.offset, buffer_of(piece.target))
+        return
+    staging = torch.empty(piece.nbytes, dtype=torch.uint8)
+    reader.read(piece.file, piece.offset, buffer_of(staging))
+    piece.target.copy_(_typed(staging, piece.dtype))
+
+
+def _typed(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`memory` as elements of `dtype`, also where it does not start at a multiple of their size."""
+    if dtype == torch.uint8:
+        return memory
+    if memory.data_ptr() % dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(dtype)
+
+
+def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def _wait_all(stream: torch.Stream | None, events: Sequence[torch.Event]) -> None:
+    """Let `stream` wait until the bytes it will overwrite are no longer in use."""
+    if stream is None:
+        return
+    for event in events:
+        stream.wait_event(event)
+
+
+_shared_lock = threading.Lock()
+_shared_readers: _Readers | None = None
+_shared_rings: dict[torch.device, _Ring] = {}
+
+
+def _readers() -> _Readers:
+    global _shared_readers
+    with _shared_lock:
+        if _shared_readers is None:
+            _shared_readers = _Readers()
+        return _shared_readers
+
+
+def _shared_ring(device: torch.device) -> _Ring:
+    with _shared_lock:
+        if device not in _shared_rings:
+            _shared_rings[device] = _Ring(2 * reader_threads(), device)
+        return _shared_rings[device]
+
+
+def _forget_threads() -> None:
+    """A forked child has none of its parent's threads: it starts its own when it needs them."""
+    global _shared_readers, _shared_lock
+    _shared_lock = threading.Lock()
+    _shared_readers = None
+    _shared_rings.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,47 @@
+"""What every test can rely on: no network, one thread a process, the same random numbers, a GPU if it asks for one."""
+
+import os
+
+# Before torch and the hub's client are imported, which read them once; subprocesses inherit them.
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # xdist's workers share the cores
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+)
+
+from collections.abc import Generator
+
+import hypothesis
+import pytest
+import torch
+
+# A failure must come back on the next run, on any machine, however slow.
+hypothesis.settings.register_profile("overspill", database=None, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("overspill")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A GPU test that was asked for is run or is an error; it never counts as passed where it could not run."""
+    gpu_tests = [item for item in session.items if item.get_closest_marker("gpu")]
+    if gpu_tests and not session.config.option.collectonly and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"{len(gpu_tests)} tests need a CUDA device, and torch {torch.__version__} sees none. Run them where one "
+            "is, with a Python whose torch is built for it: make gpu-test GPU_PYTHON=/path/to/python"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A GPU test that skips itself fails: where a CUDA device exists, none of them is skipped."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} skipped itself, and a GPU test may not: {report.longrepr}"
+    return report

@@ -1,0 +1,109 @@
+"""What many tests share: small models, checkpoints of them, and plans that put units on a chosen tier."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import overspill
+from overspill.managed import managed
+from overspill.plan import Plan, Tier
+from overspill.residency import StreamedUnit
+
+TIERS = ["cpu", "disk", "mixed"]
+
+
+class Block(nn.Module):
+    """A residual block with two linear layers, a norm, a mixed dtype and a buffer."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.scale = nn.Parameter(torch.randn(width, dtype=torch.float64))
+        self.register_buffer("shift", torch.randn(width))
+
+    def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(self.norm(x)))) * gain
+        return x + y * self.scale.to(x.dtype) + self.shift
+
+
+class Net(nn.Module):
+    """Embedding, blocks and a head that is tied to the embedding."""
+
+    def __init__(self, blocks: int = 4, width: int = 32, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 64, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, gain=0.5)
+        return self.head(self.norm(x))
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """The model with every tensor in 64-byte aligned memory, as a bit-exact comparison needs."""
+    with torch.no_grad():
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            tensor.data = tensor.data.clone()
+    return model
+
+
+def save_checkpoint(model: nn.Module, folder: Path) -> Path:
+    """The model's state in one safetensors file, ties stored once."""
+    state, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            state[name] = tensor.detach().clone().contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.safetensors"
+    save_file(state, path)
+    return path
+
+
+def placed(plan: Plan, tier: str | Callable[[int], str]) -> Plan:
+    """`plan` with every unit on `tier`, or on `tier(index)`. Streams from host memory also where the CPU computes."""
+    if tier == "mixed":
+        choose: Callable[[int], str] = lambda index: ("cpu", "disk", "device")[index % 3]  # noqa: E731
+    elif isinstance(tier, str):
+        choose = lambda index: tier  # noqa: E731
+    else:
+        choose = tier
+    placements = tuple(
+        dataclasses.replace(placement, tier=Tier(choose(index))) for index, placement in enumerate(plan.placements)
+    )
+    return dataclasses.replace(plan, placements=placements)
+
+
+def loaded(build: Callable[[], nn.Module], checkpoint: Path, tier: str, **options: object) -> nn.Module:
+    """A skeleton of `build`, loaded from `checkpoint` with its units on `tier`."""
+    with overspill.empty_weights():
+        model = build()
+    model.eval()
+    plan = placed(overspill.plan(model, {}, device="cpu", **options), tier)  # type: ignore[arg-type]
+    return overspill.load(model, checkpoint, plan, progress=False)
+
+
+def streamed_units(model: nn.Module) -> list[StreamedUnit]:
+    """The units of a managed model that are not resident."""
+    manager = managed(model)
+    assert manager is not None, "the model is not managed"
+    return [unit for residency in manager.residencies for unit in residency._units]
+
+
+def window_bytes_in_use(model: nn.Module) -> int:
+    manager = managed(model)
+    assert manager is not None
+    return sum(r.window.nbytes - r.window.free_bytes() for r in manager.residencies)

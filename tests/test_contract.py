@@ -1,0 +1,441 @@
+"""The contract of an offloaded model, promise by promise, on every tier."""
+
+import copy
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import TIERS, Block, Net, aligned, loaded, save_checkpoint, streamed_units, window_bytes_in_use
+from torch import nn
+from torch.nn import functional
+
+import overspill
+from overspill.checkpoint.reader import FileReader
+from overspill.transfer import Transfer
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def reference() -> Net:
+    return aligned(Net()).eval()  # type: ignore[return-value]
+
+
+@pytest.fixture
+def model(tier: str, reference: Net, tmp_path: Path) -> Net:
+    return loaded(Net, save_checkpoint(reference, tmp_path / "checkpoint"), tier)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes read from disk and copied from host memory since the test began."""
+    count = {"disk": 0, "cpu": 0}
+    read, from_host = FileReader.read, Transfer.from_host
+
+    def counting_read(self: FileReader, file: Any, offset: int, target: memoryview) -> None:
+        count["disk"] += len(target)
+        read(self, file, offset, target)
+
+    def counting_copy(self: Transfer, source: torch.Tensor, slab: Any) -> Any:
+        count["cpu"] += source.nbytes
+        return from_host(self, source, slab)
+
+    monkeypatch.setattr(FileReader, "read", counting_read)
+    monkeypatch.setattr(Transfer, "from_host", counting_copy)
+    return count
+
+
+IDS = torch.arange(24).view(2, 12)
+
+
+def bytes_moved(moved: dict[str, int]) -> int:
+    return moved["disk"] + moved["cpu"]
+
+
+# 1. Same bits.
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_outputs_have_the_same_bits_and_the_bytes_really_moved(
+    mode: Callable[[], Any], tier: str, model: Net, reference: Net, moved: dict[str, int]
+) -> None:
+    streamed = sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs)
+    assert streamed > 0
+    for _ in range(3):
+        with mode():
+            assert torch.equal(model(IDS), reference(IDS))
+    assert bytes_moved(moved) >= streamed
+    assert (moved["cpu"] > 0) == (tier in ("cpu", "mixed"))
+    assert (moved["disk"] > 0) == (tier in ("disk", "mixed"))
+
+
+def test_gradients_have_the_same_bits_and_arrive_at_the_homes(model: Net, reference: Net) -> None:
+    for net in (model, reference):
+        for _ in range(2):
+            net(IDS).square().mean().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None, name
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def test_an_optimizer_step_has_the_same_bits_and_the_next_forward_sees_it(model: Net, reference: Net) -> None:
+    for net in (model, reference):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for _ in range(3):
+            net(IDS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model(IDS), reference(IDS))
+
+
+def test_backward_holds_no_slab(model: Net) -> None:
+    output = model(IDS)
+    for unit in streamed_units(model):
+        unit.drop()
+    assert window_bytes_in_use(model) == 0, "the graph keeps weights alive"
+    output.sum().backward()
+
+
+def test_a_weight_edited_between_forward_and_backward_raises_as_in_eager(tier: str, model: Net) -> None:
+    index = 0 if tier != "mixed" else next(i for i, b in enumerate(model.blocks) if _is_streamed(model, i))
+    output = model(IDS).sum()
+    with torch.no_grad():
+        model.blocks[index].up.weight.mul_(2)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.backward()
+
+
+def _is_streamed(model: Net, index: int) -> bool:
+    return any(unit.name == f"blocks.{index}" for unit in streamed_units(model))
+
+
+def test_an_activation_edited_in_place_raises_as_in_eager(tmp_path: Path, tier: str) -> None:
+    class Edits(Block):
+        def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
+            y = torch.relu(self.up(x))
+            z = self.down(y)
+            y.add_(1)  # relu and down saved it
+            return z
+
+    def build() -> nn.Module:
+        return nn.Sequential(Edits(), Edits(), Edits())
+
+    model = loaded(build, save_checkpoint(build(), tmp_path), tier)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(torch.randn(2, 32)).sum().backward()
+
+
+# 2. Never silently wrong.
+
+
+def test_shape_dtype_and_requires_grad_are_told_without_reading(
+    model: Net, reference: Net, moved: dict[str, int]
+) -> None:
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert (ours.shape, ours.dtype, ours.requires_grad) == (theirs.shape, theirs.dtype, theirs.requires_grad), name
+        assert isinstance(ours, nn.Parameter)
+        assert not ours.is_meta
+        assert ours.numel() == theirs.numel()
+    assert bytes_moved(moved) == 0
+
+
+def test_every_way_to_read_gives_the_true_values(model: Net, reference: Net) -> None:
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        truth = theirs.detach()
+        assert torch.equal(ours.detach(), truth), name
+        assert torch.equal(ours + 0, truth), name
+        assert ours.tolist() == truth.tolist(), name
+        assert (ours.detach().numpy() == truth.numpy()).all(), name
+        assert torch.equal(ours.data, truth), name
+        assert ours.sum() == truth.sum(), name
+        assert torch.equal(ours[0], truth[0]), name
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_weight_used_without_its_module_being_called_is_right(model: Net, reference: Net) -> None:
+    x = torch.randn(3, 32)
+    for ours, theirs in ((model.embed, reference.embed), (model.blocks[1].up, reference.blocks[1].up)):
+        assert torch.equal(functional.linear(x, ours.weight), functional.linear(x, theirs.weight))
+    assert torch.equal(model.blocks[2].forward(x), reference.blocks[2].forward(x))
+
+
+def test_reading_a_weight_in_functions_takes_no_memory_for_good(tmp_path: Path) -> None:
+    reference = Net()
+    model = loaded(Net, save_checkpoint(reference, tmp_path), "disk")
+    model.embed(IDS)
+    functional.linear(torch.randn(3, 32), model.blocks[0].up.weight)  # type: ignore[union-attr, arg-type]
+    promoted = [unit for unit in streamed_units(model) for values in unit.store._values if values.memory is not None]  # type: ignore[attr-defined]
+    assert promoted == []
+
+
+def test_copies_and_pickles_are_ordinary_models(model: Net, reference: Net) -> None:
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(type(parameter) is nn.Parameter for parameter in twin.parameters())
+        assert twin.head.weight is twin.embed.weight
+        assert torch.equal(aligned(twin)(IDS), reference(IDS))
+        assert streamed_units(model), "the original stays managed"
+    assert torch.equal(model(IDS), reference(IDS))
+
+
+def test_an_output_that_is_a_weight_stays_right_when_its_slab_is_reused(tier: str, tmp_path: Path) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, kept: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [*kept, self.weight, self.weight[:3].t()]
+
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Returns() for _ in range(8))
+
+        def forward(self) -> list[torch.Tensor]:
+            kept: list[torch.Tensor] = []
+            for block in self.blocks:
+                kept = block(kept)
+            return kept
+
+    reference = Collects()
+    model = loaded(Collects, save_checkpoint(reference, tmp_path), tier)
+    with torch.no_grad():
+        for _ in range(2):
+            for ours, theirs in zip(model(), reference(), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+# 3. No write is lost.
+
+
+def _in_place(net: Net) -> None:
+    with torch.no_grad():
+        net.blocks[0].up.weight.mul_(2)
+        net.blocks[3].norm.bias.add_(1)
+
+
+def _through_data(net: Net) -> None:
+    net.blocks[0].up.weight.data[0].add_(1)
+    net.blocks[1].down.weight.data.copy_(torch.ones(32, 64))
+
+
+def _data_replaced(net: Net) -> None:
+    net.blocks[0].up.weight.data = torch.full((64, 32), 0.5)
+
+
+def _load_state_dict(net: Net) -> None:
+    net.load_state_dict({name: value * 3 for name, value in net.state_dict().items()})
+
+
+def _new_parameter(net: Net) -> None:
+    net.blocks[0].up.weight = nn.Parameter(torch.full((64, 32), 0.25))
+    net.blocks[2].down = nn.Linear(64, 32, bias=False)
+    nn.init.constant_(net.blocks[2].down.weight, 0.125)
+
+
+def _through_numpy(net: Net) -> None:
+    net.blocks[0].up.weight.detach().numpy()[:] = 0.5
+
+
+def _buffer(net: Net) -> None:
+    net.blocks[0].shift.add_(1)
+
+
+def _tied(net: Net) -> None:
+    with torch.no_grad():
+        net.head.weight[3] = 7
+
+
+EDITS = [
+    _in_place,
+    _through_data,
+    _data_replaced,
+    _load_state_dict,
+    _new_parameter,
+    _through_numpy,
+    _buffer,
+    _tied,
+]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("passes_before", [0, 2])
+def test_the_next_forward_and_the_next_state_dict_see_an_edit(
+    edit: Callable[[Net], None], passes_before: int, model: Net, reference: Net
+) -> None:
+    with torch.no_grad():
+        for _ in range(passes_before):  # the next pass's first units are on the device already
+            model(IDS)
+    edit(model)
+    edit(reference)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(IDS), reference(IDS))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_a_write_through_an_alias_that_was_kept_is_seen(model: Net, reference: Net) -> None:
+    for make in (lambda p: p.data, lambda p: p.detach(), lambda p: p.detach()[1], lambda p: p.detach().numpy()):
+        ours, theirs = make(model.blocks[0].up.weight), make(reference.blocks[0].up.weight)
+        with torch.no_grad():
+            for value in (0.5, 0.25):
+                model(IDS)
+                ours[:] = value
+                theirs[:] = value
+                assert torch.equal(model(IDS), reference(IDS))
+
+
+def test_what_a_forward_writes_to_its_own_weights_is_kept(tier: str, tmp_path: Path) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.a.mul_(0.5)
+                self.calls += 1
+            self.b.data.add_(1)
+            return x @ self.a + x @ self.b
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Writes() for _ in range(6)))
+
+    reference = aligned(build())
+    model = loaded(build, save_checkpoint(reference, tmp_path), tier)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(model(x), reference(x))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_running_statistics_are_kept(tier: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        block = lambda: nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU())  # noqa: E731
+        return nn.Sequential(*(block() for _ in range(4)))
+
+    reference = aligned(build())
+    model = loaded(build, save_checkpoint(reference, tmp_path), tier)
+    model.train()
+    for _ in range(3):
+        x = torch.randn(4, 8, 16)
+        with torch.no_grad():
+            assert torch.equal(model(x), reference(x))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+# 4. Ties stay ties.
+
+
+def test_a_tie_is_one_home_in_one_unit(model: Net) -> None:
+    assert model.head.weight is model.embed.weight
+    with torch.no_grad():
+        model(IDS)
+    assert model.head.weight is model.embed.weight
+    owners = [unit for unit in streamed_units(model) if any(home is model.embed.weight for home in unit.store.homes)]
+    assert len(owners) <= 1
+
+
+# 5. Bounded.
+
+
+def test_the_window_is_never_exceeded_and_homes_are_shown_between_calls(model: Net) -> None:
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: seen.append(window_bytes_in_use(model)))
+    homes = [id(parameter) for parameter in model.parameters()]
+    with torch.no_grad():
+        for _ in range(3):
+            model(IDS)
+            assert [id(parameter) for parameter in model.parameters()] == homes
+    window = sum(residency.window.nbytes for residency in overspill.managed.managed(model).residencies)  # type: ignore[attr-defined]
+    assert seen
+    assert max(seen) <= window
+    assert window < sum(parameter.nbytes for parameter in model.parameters())
+
+
+# 8. Errors arrive at the call that needs the data, and leave the model usable.
+
+
+class _BoomError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [_BoomError, KeyboardInterrupt])
+def test_the_model_is_usable_after_an_exception_in_a_forward(
+    error: type[BaseException], model: Net, reference: Net
+) -> None:
+    homes = [id(parameter) for parameter in model.parameters()]
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for block in model.blocks:
+        handle = block.up.register_forward_hook(fail)  # type: ignore[union-attr]
+        with pytest.raises(error):
+            model(IDS)
+        handle.remove()
+        assert [id(parameter) for parameter in model.parameters()] == homes
+        assert all(unit.users == 0 for unit in streamed_units(model))
+    with torch.no_grad():
+        assert torch.equal(model(IDS), reference(IDS))
+
+
+# 9. Threads.
+
+
+def test_threads_that_run_one_model_at_once_get_the_right_bits(model: Net, reference: Net) -> None:
+    with torch.no_grad():
+        inputs = [torch.randint(0, 64, (2, 12)) for _ in range(4)]
+        expected = [reference(ids) for ids in inputs]
+    failures: list[Any] = []
+
+    def work(index: int) -> None:
+        try:
+            with torch.no_grad():
+                for turn in itertools.count():
+                    if turn == 25:
+                        return
+                    if not torch.equal(model(inputs[index]), expected[index]):
+                        failures.append((index, turn))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    assert failures == []
+
+
+# 10. A resident unit costs nothing.
+
+
+def test_a_model_that_fits_is_an_ordinary_model(reference: Net, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(reference, tmp_path)
+    with overspill.empty_weights():
+        model = Net().eval()
+    overspill.load(model, checkpoint, max_memory={"cpu": "1GiB"}, progress=False)
+    for module in model.modules():
+        assert module._compiled_call_impl is None
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert "forward" not in module.__dict__
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert torch.equal(model(IDS), reference(IDS))
