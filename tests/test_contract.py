@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import TIERS, Block, Net, aligned, loaded, save_checkpoint, streamed_units, window_bytes_in_use
 from torch import nn
 from torch.nn import functional
 
 import overspill
 from overspill.checkpoint.reader import FileReader
 from overspill.transfer import Transfer
+from support import TIERS, Block, Net, aligned, loaded, save_checkpoint, streamed_units, window_bytes_in_use
 
 
 @pytest.fixture(params=TIERS)

@@ -57,12 +57,15 @@ class Rates:
     disk_measured: bool = False
 
     @classmethod
+    def assumed(cls, device: torch.device) -> "Rates":
+        """What is usual for a device such as this."""
+        return cls(link=None if device.type == "cpu" else ASSUMED_LINK)
+
+    @classmethod
     def of(cls, device: torch.device) -> "Rates":
         """What is measured for `device` if this machine has it, else what is usual."""
-        if device.type == "cpu":
-            return cls(link=None)
         measured = devices.link_rate(device) if device in devices.accelerators() else None
-        return cls(link=measured or ASSUMED_LINK, link_measured=measured is not None)
+        return cls.assumed(device) if measured is None else cls(link=measured, link_measured=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +180,16 @@ class Plan:
             for unit in found.units
         )
         _check_devices(placements)
+        windows = _given_windows(placements, main, window)
         return cls(
             placements=placements,
             stays=found.stays,
             stays_nbytes=found.stays_nbytes,
             device=main,
-            windows=_given_windows(placements, main, window),
+            windows=windows,
             budgets={},
             headroom={},
-            rates=Rates.of(main),
+            rates=Rates.of(main) if windows else Rates.assumed(main),
             dtype=dtype,
         )
 

@@ -1,12 +1,12 @@
 """From a model's sizes and a budget to a plan: nothing here needs a weight or a device.
 
 Note: why more memory never streams more.
-  What is resident is chosen in two steps. First, units so large that they would need a large window are made resident,
-  largest first: `_Step` k has the k largest resident, and the last step whose window still fits is taken. Each step
-  costs what its window shrinks, so a later step never streams more than an earlier one. Then `_fill` takes units in a
-  fixed order as long as they fit. The first unit that a larger budget takes and a smaller one skipped is larger than
-  all that the smaller one could take after it. Only how many units of each size are taken is decided so; which ones
-  of a size is free, and chosen so that the streamed ones lie evenly in the pass.
+  What is resident is chosen in two steps. First, units so large that they would make the window large are resident:
+  the more of them, the smaller the window, so of all `_Step`s whose window fits the last is taken, and what it makes
+  resident is at least what the steps before it could with their larger windows. Then `_fill` takes units in an order
+  that does not depend on the budget, skipping those that do not fit. The first unit that a larger budget takes and a
+  smaller one skipped is larger than all that the smaller one took after it. This decides how many units of each size
+  are resident. Which ones of a size does not change the sum: those that leave the streamed ones evenly in the pass.
 """
 
 from collections import Counter, defaultdict
@@ -53,7 +53,8 @@ def make_plan(
         return cut(model, no_split_modules=no_split_modules, limit=limit, dtype=dtype)
 
     size = None if window is None else parse_size(window, what="window") // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
-    return plan_within(budget, cut_within, window=size, rates=Rates.of(budget.device), dtype=dtype)
+    plan = plan_within(budget, cut_within, window=size, rates=Rates.assumed(budget.device), dtype=dtype)
+    return replace(plan, rates=Rates.of(budget.device)) if plan.streamed_bytes else plan
 
 
 def plan_within(
@@ -252,8 +253,8 @@ class _Step:
     resident: frozenset[int]
     nbytes: int
     least: int  # the smallest window for the rest
-    short: int  # two units deep, which is all that large units are left out of the window for
-    usual: int  # three units deep, for this step and for all after it
+    short: int  # a window two units deep, which is worth more than the last large unit in it; for all later steps too
+    usual: int  # three units deep, which is worth more than another resident unit; for all later steps too
 
 
 def _choose(
@@ -269,10 +270,9 @@ def _choose(
         return frozenset(range(len(units))), 0
     if window is not None:
         return _choose_beside(units, room, window)
+    if tight:  # there is less room than one block takes: all of it goes to the window
+        return (frozenset(), room // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT) if least_window(units) <= room else None
     steps = _steps(units)
-    if tight:  # blocks had to be cut: all there is goes to the window, as it does before they must be
-        fits = steps[0].least <= room
-        return (frozenset(), room // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT) if fits else None
     possible = [step for step in steps if step.nbytes + step.short <= room]
     if not possible:  # the window comes first: nothing more is resident than in the cheapest step
         cheapest = min(step.nbytes + step.short for step in steps)

@@ -12,7 +12,7 @@ Note: what becomes what.
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, align
 from overspill.errors import PlanError
-from overspill.tensors import TensorGroup, tensor_groups
+from overspill.tensors import TensorGroup, TensorSpec, tensor_groups
 
 _TRIVIAL = 1000
 """What is smaller than SMALL_TENSOR, and less than one part in this many of what it belongs to, is not worth a unit."""
@@ -142,7 +142,8 @@ class _Tree:
     def __init__(self, model: nn.Module, no_split: Collection[str] | None, dtype: torch.dtype | None) -> None:
         self._model = model
         self._groups = tensor_groups(model)
-        self._sizes = {name: _size(group, dtype) for name, group in self._groups.items()}
+        self._specs = {name: _spec(group) for name, group in self._groups.items()}
+        self._sizes = {name: align(spec.cast(dtype).nbytes, DEVICE_ALIGNMENT) for name, spec in self._specs.items()}
         self._moves = {
             id(group.tensor): self._sizes[name]
             for name, group in self._groups.items()
@@ -152,12 +153,14 @@ class _Tree:
         self._no_split = _no_split_classes(model, no_split)
         self._facts: dict[int, _Facts] = {}
         self._measure(model)
-        self._modules = dict(model.named_modules(remove_duplicate=False))
 
     def can_open(self, root: str) -> bool:
         """Whether there are children that `root` can be cut into."""
-        module = self._modules.get(root)
-        return module is not None and not self._facts[id(module)].leaf and not isinstance(module, _NEVER_CUT)
+        try:
+            module = self._model.get_submodule(root)
+        except AttributeError:  # a unit without roots stands for itself, and is a tensor
+            return False
+        return not self._facts[id(module)].leaf and not isinstance(module, _NEVER_CUT)
 
     def cut(self, opened: Set[str], where: Mapping[str, Hashable] | None = None, home: Hashable = None) -> Cut:
         """Units with the modules at `opened` cut into their children, none of them across two places of `where`."""
@@ -201,9 +204,16 @@ class _Tree:
                 roots=roots,
                 tensors=tuple(tensors),
                 nbytes=sum(self._sizes[tensor] for tensor in tensors),
-                compute=sum(_compute(self._groups[tensor]) for tensor in tensors),
+                compute=float(sum(self._compute(tensor) for tensor in tensors)),
             )
         return tuple(named.values())
+
+    def _compute(self, name: str) -> int:
+        group, spec = self._groups[name], self._specs[name]
+        if group.kind != "parameter" or len(spec.shape) < 2 or not spec.dtype.is_floating_point:
+            return 0
+        looked_up = all(isinstance(place.module, _EMBEDDINGS) for place in group.places)
+        return 0 if looked_up else spec.numel
 
     def _walk(self, path: str, module: nn.Module, roots: _Roots, *, root: str | None, block_floor: int | None) -> None:
         """Note the root of `module` and of all below it. With `block_floor` it is a block; if smaller, it stays."""
@@ -269,8 +279,8 @@ class _Tree:
         return max(1, min(SMALL_TENSOR, nbytes // _TRIVIAL))
 
 
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name, child in module._modules.items() if child is not None]
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
 def _announces(module: nn.Module) -> bool:
@@ -278,16 +288,10 @@ def _announces(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _size(group: TensorGroup, dtype: torch.dtype | None) -> int:
+def _spec(group: TensorGroup) -> TensorSpec:
     if is_lazy(group.tensor):
         raise PlanError(f"{group.name} has no shape yet. Run the lazy module on an example before planning")
-    return align(group.spec.cast(dtype).nbytes, DEVICE_ALIGNMENT)
-
-
-def _compute(group: TensorGroup) -> float:
-    is_matrix = group.kind == "parameter" and group.tensor.is_floating_point() and group.tensor.ndim >= 2
-    looked_up = all(isinstance(place.module, _EMBEDDINGS) for place in group.places)
-    return float(group.spec.numel) if is_matrix and not looked_up else 0.0
+    return group.spec
 
 
 def _no_split_classes(model: nn.Module, given: Collection[str] | None) -> frozenset[str]:

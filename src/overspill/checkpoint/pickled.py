@@ -59,12 +59,17 @@ def _read_records(file: BinaryIO, path: Path) -> dict[int, zipfile.ZipInfo]:
 
 
 def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
-    for name in archive.namelist():
-        if name.endswith("/constants.pkl"):
-            raise CheckpointUnsafeError(
-                f"{path} is a TorchScript program, and loading it would run its code. {_CONVERT_UNSAFE}"
+    if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+        raise CheckpointUnsafeError(
+            f"{path} is a TorchScript program, and loading it would run its code. {_CONVERT_UNSAFE}"
+        )
+    for info in archive.infolist():
+        # Of every record, not of the tensors' alone: a small pickle must not unpack to fill the memory either.
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & _ENCRYPTED:
+            raise CheckpointError(
+                f"{path} holds the record {info.filename!r} compressed or encrypted. Save it again with torch.save"
             )
-        if name.endswith("/byteorder") and archive.read(name) != b"little":
+        if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
             raise CheckpointError(f"{path} was written on a big-endian machine. {_CONVERT}")
 
 
@@ -136,8 +141,6 @@ def _locate(
     record = records.get(start)
     if record is None:
         raise CheckpointCorruptError(f"{path} has no record where tensor {name!r} should start, byte {start}. {_AGAIN}")
-    if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & _ENCRYPTED:
-        raise CheckpointError(f"{path} holds tensor {name!r} compressed or encrypted. Save it again with torch.save")
     spec, begin = TensorSpec.of(tensor), int(tensor.storage_offset()) * tensor.dtype.itemsize
     if begin + spec.nbytes > record.file_size or start + record.file_size > size:
         raise CheckpointCorruptError(

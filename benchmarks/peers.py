@@ -1,0 +1,48 @@
+"""The peers, used as their documentation says: Accelerate's offloading and Transformers' loading."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from accelerate import cpu_offload, disk_offload, infer_auto_device_map
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from common import Shape
+
+
+def pretrained(folder: Path, shape: Shape, device_map: Mapping[str, int | str] | None = None) -> nn.Module:
+    """Transformers' own loading; with several devices in the map, Accelerate dispatches the model."""
+    model: nn.Module = LlamaForCausalLM.from_pretrained(
+        folder,
+        dtype=shape.dtype,
+        device_map=None if device_map is None else dict(device_map),
+        offload_folder=folder / "offload",
+        local_files_only=True,
+    )
+    return model.eval()
+
+
+def accelerate_cpu_offload(folder: Path, shape: Shape, device: torch.device) -> nn.Module:
+    """All weights in host memory, computing on `device`."""
+    model: nn.Module = cpu_offload(pretrained(folder, shape), execution_device=device)
+    return model
+
+
+def accelerate_disk_offload(folder: Path, shape: Shape, offload_folder: Path) -> nn.Module:
+    """All weights on disk, in files of Accelerate's own, computing on the CPU."""
+    model: nn.Module = disk_offload(pretrained(folder, shape), offload_folder, execution_device=torch.device("cpu"))
+    return model
+
+
+def accelerate_auto(folder: Path, shape: Shape, max_memory: Mapping[int | str, int]) -> nn.Module:
+    """Placed by Accelerate's automatic device map within `max_memory`; the disk tier reads the checkpoint itself."""
+    skeleton = shape.skeleton()
+    blocks = skeleton._no_split_modules
+    placed: dict[str, int | str] = infer_auto_device_map(skeleton, dict(max_memory), no_split_module_classes=blocks)
+    return pretrained(folder, shape, placed)
+
+
+def offloaded_bytes(model: nn.Module, state: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of the weights that `model` does not keep on its device: Accelerate shows those on meta."""
+    return sum(state[name].nbytes for name, parameter in model.named_parameters() if parameter.is_meta)
