@@ -213,8 +213,15 @@ class Row:
     line_is: str
     peer: Timing | None = None
     peer_is: str = ""
+    targets: Sequence[Check] = ()
+    """What this row promises."""
     checks: Sequence[Check] = ()
+    """What every row promises."""
     details: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def all_checks(self) -> list[Check]:
+        return [*self.targets, *self.checks]
 
     @property
     def of_line(self) -> float:
@@ -239,7 +246,7 @@ def report(row: Row) -> str:
         lines.append(f"    {row.peer_is} {row.peer} s: {row.speed_up:.2f}× slower")
     for name, value in row.details.items():
         lines.append(f"    {name}: {value:.4g}" if isinstance(value, float) else f"    {name}: {value}")
-    lines += [f"    {'yes' if check.met else 'NO '}  {check.promise}: {check.measured}" for check in row.checks]
+    lines += [f"    {'yes' if check.met else 'NO '}  {check.promise}: {check.measured}" for check in row.all_checks]
     return "\n".join(lines)
 
 
@@ -249,12 +256,14 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         peer = "–" if row.peer is None else f"{row.peer_is} {row.peer}"
         speed_up = "–" if row.speed_up is None else f"{row.speed_up:.2f}×"
-        targets = "; ".join(f"{check.promise}: {check.measured}" for check in row.checks[:2])
-        missed = [check.promise for check in row.checks if not check.met]
+        targets = "; ".join(f"{check.promise}: {check.measured}" for check in row.targets)
+        missed = [check.promise for check in row.all_checks if not check.met]
         met = "all" if not missed else f"NOT {', '.join(missed)}"
         cells.append([row.what, str(row.ours), f"{row.line:.3f}", f"{row.of_line:.1%}", peer, speed_up, targets, met])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
 
@@ -268,11 +277,17 @@ def environment() -> dict[str, object]:
         "overspill": overspill.__version__,
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
     }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _commit() -> str | None:

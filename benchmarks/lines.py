@@ -153,7 +153,9 @@ def on_disk(candidates: Sequence[Path], nbytes: int) -> Path:
         free = os.statvfs(path)
         if filesystem(path) not in ("tmpfs", "ramfs") and free.f_bavail * free.f_frsize > nbytes:
             return path
-    raise SystemExit(f"none of {', '.join(map(str, candidates))} is a disk with {nbytes / 1e9:.0f} GB free: use --folder")
+    raise SystemExit(
+        f"none of {', '.join(map(str, candidates))} is a disk with {nbytes / 1e9:.0f} GB free: use --folder"
+    )
 
 
 def filesystem(path: Path) -> str:

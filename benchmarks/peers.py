@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 from accelerate import cpu_offload, disk_offload, infer_auto_device_map
+from common import Shape
 from torch import nn
 from transformers import LlamaForCausalLM
-
-from common import Shape
 
 
 def pretrained(folder: Path, shape: Shape, device_map: Mapping[str, int | str] | None = None) -> nn.Module:
@@ -17,7 +16,7 @@ def pretrained(folder: Path, shape: Shape, device_map: Mapping[str, int | str] |
         folder,
         dtype=shape.dtype,
         device_map=None if device_map is None else dict(device_map),
-        offload_folder=folder / "offload",
+        offload_folder=folder.parent / "offload",
         local_files_only=True,
     )
     return model.eval()
@@ -38,7 +37,7 @@ def accelerate_disk_offload(folder: Path, shape: Shape, offload_folder: Path) ->
 def accelerate_auto(folder: Path, shape: Shape, max_memory: Mapping[int | str, int]) -> nn.Module:
     """Placed by Accelerate's automatic device map within `max_memory`; the disk tier reads the checkpoint itself."""
     skeleton = shape.skeleton()
-    blocks = skeleton._no_split_modules
+    blocks = [type(skeleton.get_submodule("model.layers.0")).__name__]
     placed: dict[str, int | str] = infer_auto_device_map(skeleton, dict(max_memory), no_split_module_classes=blocks)
     return pretrained(folder, shape, placed)
 

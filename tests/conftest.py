@@ -45,3 +45,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} skipped itself, and a GPU test may not: {report.longrepr}"
     return report
+
+
+@pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the model computes: a test that takes this runs on the CPU here, and on a GPU with `make gpu-test`."""
+    return str(request.param)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.managed import managed
+from overspill.movement import to_device
 from overspill.plan import Plan, Tier
 from overspill.residency import StreamedUnit
 
@@ -87,13 +89,20 @@ def placed(plan: Plan, tier: str | Callable[[int], str]) -> Plan:
     return dataclasses.replace(plan, placements=placements)
 
 
-def loaded(build: Callable[[], nn.Module], checkpoint: Path, tier: str, **options: object) -> nn.Module:
-    """A skeleton of `build`, loaded from `checkpoint` with its units on `tier`."""
+def loaded(build: Callable[[], nn.Module], checkpoint: Path, tier: str, device: str = "cpu") -> nn.Module:
+    """A skeleton of `build`, loaded from `checkpoint` with its units on `tier`, to compute on `device`."""
     with overspill.empty_weights():
         model = build()
     model.eval()
-    plan = placed(overspill.plan(model, {}, device="cpu", **options), tier)  # type: ignore[arg-type]
+    plan = placed(overspill.plan(model, {}, device=device), tier)
     return overspill.load(model, checkpoint, plan, progress=False)
+
+
+def run(reference: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The resident model's result, as the managed model gives it: computed on its device, back where the inputs are."""
+    device = next(reference.parameters()).device
+    args, kwargs = to_device((args, kwargs), device)
+    return to_device(reference(*args, **kwargs), torch.device("cpu"))
 
 
 def streamed_units(model: nn.Module) -> list[StreamedUnit]:

@@ -93,6 +93,8 @@ def test_blocks_that_were_compiled_before_loading_stream_too(
             assert torch.equal(model(IDS), reference(IDS))
 
 
+# Dynamo asks every input for .grad, also inputs that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_gradients_through_compiled_blocks(twins: tuple[Net, Net]) -> None:
     model, reference = twins
     _compile_method(model, {"backend": "aot_eager", "fullgraph": True})

@@ -14,6 +14,7 @@ import difflib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ from overspill.tensors import TensorGroup, TensorSpec, tensor_groups
 _TRIVIAL = 1000
 """What is smaller than SMALL_TENSOR, and less than one part in this many of what it belongs to, is not worth a unit."""
 
+_CARRIED = "_no_split_modules"  # where Transformers' models say what their blocks are
+_LISTS = (nn.ModuleList, nn.Sequential)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NEVER_CUT = (nn.MultiheadAttention, nn.RNNBase)  # they pass their children's weights to kernels, calling no child
 
@@ -110,8 +113,7 @@ def root_needs(units: Iterable[Unit]) -> dict[str, int]:
     return dict(needs)
 
 
-@dataclass(frozen=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What a module holds, itself and below."""
 
     nbytes: int  # of what can move; a tie within it counts at each place
@@ -243,22 +245,23 @@ class _Tree:
         if id(module) in self._facts:
             return self._facts[id(module)]
         children = {name: self._measure(child) for name, child in _children(module)}
-        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        own = [self._moves.get(id(tensor), 0) for tensor in (*module._parameters.values(), *module._buffers.values())]
+        below = sum([child.nbytes for child in children.values()])
         named_here = type(module).__name__ in self._no_split
         blocks = self._alike(module, children)
         self._facts[id(module)] = facts = _Facts(
-            nbytes=sum(self._moves.get(id(t), 0) for t in own) + sum(child.nbytes for child in children.values()),
-            owns=any(parameter is not None for parameter in module._parameters.values()),
-            leaf=not any(child.nbytes for child in children.values()),
-            named=named_here or any(child.named for child in children.values()),
+            nbytes=sum(own) + below,
+            owns=any([parameter is not None for parameter in module._parameters.values()]),
+            leaf=not below,
+            named=named_here or any([child.named for child in children.values()]),
             blocks=blocks,
-            has_blocks=named_here or bool(blocks) or any(child.has_blocks for child in children.values()),
+            has_blocks=named_here or bool(blocks) or any([child.has_blocks for child in children.values()]),
         )
         return facts
 
     def _alike(self, module: nn.Module, children: Mapping[str, _Facts]) -> frozenset[str]:
         """Which children of a list are blocks: those of one class, and whatever has parts of its own beside them."""
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
+        if not isinstance(module, _LISTS):
             return frozenset()
         held = {name: child for name, child in _children(module) if children[name].nbytes}
         classes = Counter(type(child) for child in held.values())
@@ -297,7 +300,8 @@ def _spec(group: TensorGroup) -> TensorSpec:
 def _no_split_classes(model: nn.Module, given: Collection[str] | None) -> frozenset[str]:
     """The names that the user gave, checked; else those that the model and its parts carry, as in Transformers."""
     if given is None:
-        said = (getattr(module, "_no_split_modules", None) or () for module in model.modules())
+        # Not by getattr: what nn.Module does for an attribute that is not there takes long, and most have none.
+        said = [vars(m).get(_CARRIED) or getattr(type(m), _CARRIED, None) or () for m in model.modules()]
         return frozenset(name for names in said for name in names)
     if isinstance(given, str):
         raise PlanError(f"no_split_modules must be a collection of class names: write [{given!r}]")
