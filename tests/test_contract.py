@@ -38,17 +38,22 @@ def model(tier: str, device: str, reference: Net, tmp_path: Path) -> Net:
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Bytes read from disk and copied from host memory since the test began."""
     count = {"disk": 0, "cpu": 0}
-    read, from_host = FileReader.read, Transfer.from_host
+    read, read_aligned, from_host = FileReader.read, FileReader.read_aligned, Transfer.from_host
 
     def counting_read(self: FileReader, file: Any, offset: int, target: memoryview) -> None:
         count["disk"] += len(target)
         read(self, file, offset, target)
+
+    def counting_read_aligned(self: FileReader, file: Any, offset: int, nbytes: int, scratch: memoryview) -> int:
+        count["disk"] += nbytes
+        return read_aligned(self, file, offset, nbytes, scratch)
 
     def counting_copy(self: Transfer, source: torch.Tensor, slab: Any) -> Any:
         count["cpu"] += source.nbytes
         return from_host(self, source, slab)
 
     monkeypatch.setattr(FileReader, "read", counting_read)
+    monkeypatch.setattr(FileReader, "read_aligned", counting_read_aligned)
     monkeypatch.setattr(Transfer, "from_host", counting_copy)
     return count
 
@@ -173,7 +178,7 @@ def test_a_weight_used_without_its_module_being_called_is_right(model: Net, refe
 def test_reading_a_weight_in_functions_takes_no_memory_for_good(device: str, tmp_path: Path) -> None:
     reference = Net()
     model = loaded(Net, save_checkpoint(reference, tmp_path), "disk", device)
-    model.embed(IDS)
+    model.embed(IDS.to(device))
     functional.linear(torch.randn(3, 32, device=device), model.blocks[0].up.weight)  # type: ignore[union-attr, arg-type]
     promoted = [unit for unit in streamed_units(model) for values in unit.store._values if values.memory is not None]  # type: ignore[attr-defined]
     assert promoted == []
@@ -240,9 +245,9 @@ def _load_state_dict(net: Net) -> None:
 
 
 def _new_parameter(net: Net) -> None:
-    device = net.blocks[0].up.weight.device
-    net.blocks[0].up.weight = nn.Parameter(torch.full((64, 32), 0.25, device=device))
-    net.blocks[2].down = nn.Linear(64, 32, bias=False, device=device)
+    first, third = net.blocks[0].up, net.blocks[2]
+    first.weight = nn.Parameter(torch.full((64, 32), 0.25, device=first.weight.device))
+    third.down = nn.Linear(64, 32, bias=False, device=third.down.weight.device)
     nn.init.constant_(net.blocks[2].down.weight, 0.125)
 
 

@@ -164,6 +164,7 @@ def test_parameters_of_the_root_itself_act_as_if_on_the_gpu(mode: Any, tier: str
             assert torch.equal(model(X), run(reference, X))
 
 
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
 def test_adapters_added_after_loading_come_along(tier: str, tmp_path: Path) -> None:
     class Adapter(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
@@ -235,6 +236,7 @@ def test_reads_that_miss_the_page_cache_go_past_it_and_are_right(
             assert torch.equal(model(X), run(reference, X))
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # exactness is wanted, not speed
 def test_blocks_compiled_by_inductor_stream(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model, reference = make(Net, "cpu", tmp_path)

@@ -232,13 +232,17 @@ def least_window(units: Sequence[Unit]) -> int:
 
 
 def usual_window(units: Sequence[Unit], depth: int = USUAL_DEPTH) -> int:
-    """The window that holds any `depth` units in a row, from the last to the first included, so that copies go on."""
+    """The window that can stream `units` and hold any `depth` of them in a row, so that copies go on meanwhile."""
+    return max(least_window(units), in_a_row(units, depth))
+
+
+def in_a_row(units: Sequence[Unit], depth: int) -> int:
+    """The most bytes that `depth` units in a row have. The first follows the last, as it does in the next pass."""
     sizes = [unit.nbytes for unit in units]
     if len(sizes) <= depth:
         return sum(sizes)
     ring = sizes + sizes[: depth - 1]
-    in_a_row = (sum(ring[start : start + depth]) for start in range(len(sizes)))
-    return max(least_window(units), *in_a_row)
+    return max(map(sum, zip(*(ring[start:] for start in range(depth)), strict=False)))
 
 
 def as_place(value: object, *, what: str) -> torch.device | None:

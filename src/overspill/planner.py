@@ -19,11 +19,23 @@ from torch import nn
 from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
-from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place, least_window, neediest, usual_window
-from overspill.units import Cut, Unit, cut, root_needs
+from overspill.plan import (
+    USUAL_DEPTH,
+    Placement,
+    Plan,
+    Rates,
+    Tier,
+    as_device,
+    as_place,
+    in_a_row,
+    least_window,
+    neediest,
+    usual_window,
+)
+from overspill.units import Cut, Unit, cutter, root_needs
 
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many are taken
-_ALIKE = 0.8  # units whose sizes differ by less are not told apart when large ones are made resident
+_ALIKE = 0.7  # units whose sizes differ by less are not told apart when large ones are made resident
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +60,7 @@ def make_plan(
 ) -> Plan:
     """Plan `model` within `max_memory`: see `overspill.plan`."""
     budget = read_budget(max_memory, headroom=headroom, device=device)
-
-    def cut_within(limit: int | None) -> Cut:
-        return cut(model, no_split_modules=no_split_modules, limit=limit, dtype=dtype)
-
+    cut_within = cutter(model, no_split_modules=no_split_modules, dtype=dtype)
     size = None if window is None else parse_size(window, what="window") // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
     plan = plan_within(budget, cut_within, window=size, rates=Rates.assumed(budget.device), dtype=dtype)
     return replace(plan, rates=Rates.of(budget.device)) if plan.streamed_bytes else plan
@@ -309,8 +318,9 @@ def _steps(units: Sequence[Unit]) -> list[_Step]:
             leader = (bool(unit.roots), unit.nbytes)
             rest = [unit for index, unit in enumerate(units) if index not in resident]
             nbytes = sum(units[index].nbytes for index in resident)
-            windows = least_window(rest), usual_window(rest, 2), usual_window(rest)
-            steps.append(_Step(frozenset(resident), nbytes, *windows))
+            least = least_window(rest)
+            short, usual = (max(least, in_a_row(rest, depth)) for depth in (2, USUAL_DEPTH))
+            steps.append(_Step(frozenset(resident), nbytes, least, short, usual))
         resident.add(index)
     for at in range(len(steps) - 2, -1, -1):  # a window that would have to grow again with a later step starts larger
         later = steps[at + 1]

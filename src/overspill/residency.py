@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from overspill.devices import record_event
+from overspill.devices import CPU, record_event
 from overspill.errors import CheckpointError
 from overspill.graph import onload
 from overspill.schedule import Schedule
@@ -215,7 +215,7 @@ class _GradientGoesHome:
 
     def __call__(self, live: torch.Tensor) -> None:
         assert live.grad is not None
-        gradient = live.grad.detach().to(self._home.device)
+        gradient = live.grad.detach().to(CPU)  # where homes are
         live.grad = None
         self._home.grad = gradient if self._home.grad is None else self._home.grad + gradient
 

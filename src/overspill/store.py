@@ -146,8 +146,12 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _touch(first: Piece, second: Piece) -> bool:
+    if not first.dtype == second.dtype == torch.uint8:
+        return False  # a cast is made tensor by tensor
     in_file = first.file == second.file and first.offset + first.nbytes == second.offset
-    return in_file and first.target.data_ptr() + first.nbytes == second.target.data_ptr()
+    one_storage = first.target.untyped_storage()._cdata == second.target.untyped_storage()._cdata
+    # Neighbours of two storages touch by chance only, and cannot be one tensor.
+    return in_file and one_storage and first.target.data_ptr() + first.nbytes == second.target.data_ptr()
 
 
 def _slot(home: torch.Tensor) -> HostSlot:

@@ -12,7 +12,7 @@ Note: what becomes what.
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, align
 from overspill.errors import PlanError
-from overspill.tensors import TensorGroup, TensorSpec, tensor_groups
+from overspill.tensors import Place, TensorGroup, tensor_groups
 
 _TRIVIAL = 1000
 """What is smaller than SMALL_TENSOR, and less than one part in this many of what it belongs to, is not worth a unit."""
@@ -67,15 +67,26 @@ def cut(
     dtype: torch.dtype | None = None,
 ) -> Cut:
     """Cut `model` into units. A root that needs more than `limit` bytes at once is cut into its children."""
+    return cutter(model, no_split_modules=no_split_modules, dtype=dtype)(limit)
+
+
+def cutter(
+    model: nn.Module, *, no_split_modules: Collection[str] | None = None, dtype: torch.dtype | None = None
+) -> Callable[[int | None], Cut]:
+    """`cut` for several limits: the model is measured once."""
     tree = _Tree(model, no_split_modules, dtype)
-    opened: set[str] = set()
-    while True:
-        found = tree.cut(opened)
-        too_large = {} if limit is None else {root for root, need in root_needs(found.units).items() if need > limit}
-        more = {root for root in too_large if tree.can_open(root)}
-        if not more:
-            return found
-        opened |= more
+
+    def cut_within(limit: int | None) -> Cut:
+        opened: set[str] = set()
+        while True:
+            found = tree.cut(opened)
+            needs = {} if limit is None else root_needs(found.units)
+            more = {root for root, need in needs.items() if limit is not None and need > limit and tree.can_open(root)}
+            if not more:
+                return found
+            opened |= more
+
+    return cut_within
 
 
 def cut_by(
@@ -134,8 +145,8 @@ class _Roots:
 
     def needing(self, group: TensorGroup) -> tuple[str, ...]:
         """The roots that a tensor is under, in definition order."""
-        found = (self.of[place.path[: -len(place.name)].removesuffix(".")] for place in group.places)
-        return tuple(dict.fromkeys(root for root in found if root is not None))
+        roots = [self.of[_module_path(place)] for place in group.places]
+        return tuple(dict.fromkeys([root for root in roots if root is not None]))
 
 
 class _Tree:
@@ -144,8 +155,7 @@ class _Tree:
     def __init__(self, model: nn.Module, no_split: Collection[str] | None, dtype: torch.dtype | None) -> None:
         self._model = model
         self._groups = tensor_groups(model)
-        self._specs = {name: _spec(group) for name, group in self._groups.items()}
-        self._sizes = {name: align(spec.cast(dtype).nbytes, DEVICE_ALIGNMENT) for name, spec in self._specs.items()}
+        self._sizes = {name: _size(group, dtype) for name, group in self._groups.items()}
         self._moves = {
             id(group.tensor): self._sizes[name]
             for name, group in self._groups.items()
@@ -206,16 +216,9 @@ class _Tree:
                 roots=roots,
                 tensors=tuple(tensors),
                 nbytes=sum(self._sizes[tensor] for tensor in tensors),
-                compute=float(sum(self._compute(tensor) for tensor in tensors)),
+                compute=float(sum(_compute(self._groups[tensor]) for tensor in tensors)),
             )
         return tuple(named.values())
-
-    def _compute(self, name: str) -> int:
-        group, spec = self._groups[name], self._specs[name]
-        if group.kind != "parameter" or len(spec.shape) < 2 or not spec.dtype.is_floating_point:
-            return 0
-        looked_up = all(isinstance(place.module, _EMBEDDINGS) for place in group.places)
-        return 0 if looked_up else spec.numel
 
     def _walk(self, path: str, module: nn.Module, roots: _Roots, *, root: str | None, block_floor: int | None) -> None:
         """Note the root of `module` and of all below it. With `block_floor` it is a block; if smaller, it stays."""
@@ -246,17 +249,16 @@ class _Tree:
             return self._facts[id(module)]
         children = {name: self._measure(child) for name, child in _children(module)}
         own = [self._moves.get(id(tensor), 0) for tensor in (*module._parameters.values(), *module._buffers.values())]
-        below = sum([child.nbytes for child in children.values()])
-        named_here = type(module).__name__ in self._no_split
+        named = has_blocks = type(module).__name__ in self._no_split
+        below = 0
+        for child in children.values():
+            below += child.nbytes
+            named |= child.named
+            has_blocks |= child.has_blocks
         blocks = self._alike(module, children)
-        self._facts[id(module)] = facts = _Facts(
-            nbytes=sum(own) + below,
-            owns=any([parameter is not None for parameter in module._parameters.values()]),
-            leaf=not below,
-            named=named_here or any([child.named for child in children.values()]),
-            blocks=blocks,
-            has_blocks=named_here or bool(blocks) or any([child.has_blocks for child in children.values()]),
-        )
+        owns = any(parameter is not None for parameter in module._parameters.values())
+        facts = _Facts(sum(own) + below, owns, not below, named, blocks, has_blocks or bool(blocks))
+        self._facts[id(module)] = facts
         return facts
 
     def _alike(self, module: nn.Module, children: Mapping[str, _Facts]) -> frozenset[str]:
@@ -282,6 +284,10 @@ class _Tree:
         return max(1, min(SMALL_TENSOR, nbytes // _TRIVIAL))
 
 
+def _module_path(place: Place) -> str:
+    return place.path[: -len(place.name) - 1]  # "" for a tensor of the model itself, which has no dot
+
+
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
@@ -291,10 +297,18 @@ def _announces(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _spec(group: TensorGroup) -> TensorSpec:
+def _size(group: TensorGroup, dtype: torch.dtype | None) -> int:
     if is_lazy(group.tensor):
         raise PlanError(f"{group.name} has no shape yet. Run the lazy module on an example before planning")
-    return group.spec
+    cast = dtype if dtype is not None and group.tensor.is_floating_point() else group.tensor.dtype
+    return align(group.tensor.numel() * cast.itemsize, DEVICE_ALIGNMENT)
+
+
+def _compute(group: TensorGroup) -> int:
+    if group.kind == "buffer" or group.tensor.ndim < 2 or not group.tensor.is_floating_point():
+        return 0
+    looked_up = all(isinstance(place.module, _EMBEDDINGS) for place in group.places)
+    return 0 if looked_up else group.tensor.numel()
 
 
 def _no_split_classes(model: nn.Module, given: Collection[str] | None) -> frozenset[str]:
