@@ -139,23 +139,25 @@ def _not_traced(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _intercepted(inner: Call, make_scope: Callable[[], Scope]) -> Call:
-    def enter(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        scope = make_scope()
+        scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
         return scope.enter(args, kwargs)
 
-    def leave(scope: Scope, output: Any) -> Any:
-        return scope.leave(output)
+    def leave(scopes: list[Scope], output: Any) -> Any:
+        return scopes[0].leave(output) if scopes else output
 
     if _dynamo_is_loaded():
-        make_scope, enter, leave = (torch.compiler.disable(each) for each in (make_scope, enter, leave))
+        enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        scope = make_scope()
+        scopes: list[Scope] = []
         output = None
         try:
-            args, kwargs = enter(scope, args, kwargs)
+            args, kwargs = enter(scopes, args, kwargs)
             output = inner(*args, **kwargs)
         finally:
-            output = leave(scope, output)
+            output = leave(scopes, output)
         return output
 
     if _dynamo_is_loaded():

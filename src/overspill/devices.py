@@ -205,6 +205,6 @@ def current_stream_waits(device: torch.device, event: torch.Event | None) -> Non
         torch.accelerator.current_stream(device).wait_event(event)
 
 
-def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors and arrays share `tensor`'s storage (with this call's own handle counted in)."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and arrays share `storage`, with `storage` itself counted in."""
+    return torch._C._storage_Use_Count(storage._cdata)

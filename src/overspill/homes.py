@@ -162,18 +162,26 @@ def plain_parameter(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values
 
 
-@dataclass(eq=False)
 class HostSlot:
     """What a host home knows of its place: how often it was used, and what to wait for before it may be edited."""
 
-    settle: Callable[[], None]
-    uses: int = 0
-    unshared: int = 0  # users of the storage when nobody outside holds an alias
-
-    def shared(self, home: torch.Tensor) -> bool:
-        """Whether an alias is alive somewhere: it may be written through at any time, unseen."""
+    def __init__(self, home: torch.Tensor, settle: Callable[[], None]) -> None:
+        self.settle = settle
+        self.uses = 0
         with torch._C.DisableTorchFunctionSubclass():
-            return storage_users(home) > self.unshared
+            self._address = home.data_ptr()
+            self._storage = home.untyped_storage()
+        self._unshared = storage_users(self._storage)  # nobody outside holds an alias yet
+
+    def shared(self) -> bool:
+        """Whether an alias is alive somewhere: it may be written through at any time, unseen."""
+        return storage_users(self._storage) > self._unshared
+
+    def stamp(self, home: torch.Tensor) -> object:
+        """Equal to an earlier stamp only if nobody can have changed the values since."""
+        if self.shared() or home.data_ptr() != self._address:
+            return object()
+        return self.uses, home._version
 
 
 class HostTensor(_Home, torch.Tensor):
@@ -201,17 +209,11 @@ class HostParameter(HostTensor, nn.Parameter):
         return plain_parameter(self.detach(), self).__reduce_ex__(protocol)
 
 
-def host_home(values: torch.Tensor, like: torch.Tensor, settle: Callable[[], None]) -> torch.Tensor:
-    """A home over `values`, which must have a storage of its own, in the place of `like`."""
-    home: torch.Tensor
-    if isinstance(like, nn.Parameter):
-        home = nn.Parameter(values, like.requires_grad)
-        home.__class__ = HostParameter
-    else:
-        home = values.view(values.shape)
-        home.__class__ = HostTensor
-    home._overspill_slot = HostSlot(settle)  # type: ignore[attr-defined]
-    return home
+def host_home(values: torch.Tensor, like: torch.Tensor) -> HostTensor:
+    """A home over `values`, which must have a storage of its own, in the place of `like`. It needs a slot yet."""
+    home: torch.Tensor = nn.Parameter(values, like.requires_grad) if isinstance(like, nn.Parameter) else values.detach()
+    home.__class__ = HostParameter if isinstance(like, nn.Parameter) else HostTensor
+    return cast(HostTensor, home)
 
 
 @dataclass(frozen=True)

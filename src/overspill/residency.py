@@ -10,6 +10,7 @@ Note: states and what they cost on the compute device.
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,7 +81,7 @@ class StreamedUnit:
     # HOME -> FETCHING, and back to HOME from anywhere.
 
     def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
-        self._stamps = [self.store.stamp(index) for index in range(len(self._places))]
+        self._stamps = self.store.stamps()
         self.slab = slab
         self.fetch = self.store.fetch(slab, transfer, priority)
 
@@ -103,22 +104,27 @@ class StreamedUnit:
             if not self._live:
                 self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
                 self._versions = [live._version for live in self._live]
-            for index, live in enumerate(self._live):
-                stamp = self.store.stamp(index)
-                if stamp != self._stamps[index]:
-                    self._stamps[index] = stamp
-                    self._refresh(index, live)
+            stamps = self.store.stamps()
+            if stamps != self._stamps:
+                self._refresh_edited(stamps)
 
     def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
         view = self.store.layout.view(slab.memory, index).data  # .data: views share a version, each needs its own
         home = self.store.homes[index]
         if not isinstance(home, nn.Parameter):
             return view
-        live = LiveParameter(view, requires_grad=home.requires_grad)
-        if home.requires_grad:
+        requires_grad = home.requires_grad
+        live = LiveParameter(view, requires_grad=requires_grad)
+        if requires_grad:
             # Only for code that turns gradients on inside a call that had them off: see `bind` for the usual way.
-            live.register_post_accumulate_grad_hook(_GradientGoesHome(home))  # type: ignore[no-untyped-call]
+            live._post_accumulate_grad_hooks = OrderedDict({0: _GradientGoesHome(home)})
         return live
+
+    def _refresh_edited(self, stamps: list[object]) -> None:
+        for index, live in enumerate(self._live):
+            if stamps[index] != self._stamps[index]:
+                self._refresh(index, live)
+        self._stamps = stamps
 
     def _refresh(self, index: int, live: torch.Tensor) -> None:
         home = self.store.homes[index]
@@ -194,7 +200,7 @@ class StreamedUnit:
                     continue
                 self.store.absorb(index, live.detach())
                 self._versions[index] = live._version
-                self._stamps[index] = self.store.stamp(index)
+                self._stamps = self.store.stamps()
 
     def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
         if not getattr(live, "data_was_used", False):
@@ -259,6 +265,7 @@ class Residency:
         self.transfer = transfer
         self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
         self._schedule = Schedule(roots)
+        self._two_sources = len({unit.store.reads_disk for unit in self._units}) > 1
         self._changed = threading.Condition()
         self._draining: list[Fetch] = []
         self._running = 0  # uses by calls that are under way and do not themselves wait for room
@@ -390,6 +397,8 @@ class Residency:
         """Fetch what comes next, nearest first, while there is room."""
         keep: set[StreamedUnit] = set()
         for unit in self._ahead():
+            if unit in keep:
+                continue
             keep.add(unit)
             if unit.slab is None:
                 slab = self._room(unit.nbytes, keep)
@@ -399,10 +408,11 @@ class Residency:
 
     def _ahead(self) -> Iterator[StreamedUnit]:
         """The units of the coming steps. The next one from disk comes second, however far: the disk must not idle."""
-        steps = (unit for root in self._schedule.upcoming() for unit in root.units)
-        units = list(dict.fromkeys(steps))
-        from_disk = next((unit for unit in units[1:] if unit.store.reads_disk), None)
-        if from_disk is not None:
-            units.remove(from_disk)
-            units.insert(1, from_disk)
-        return iter(units)
+        coming = (unit for root in self._schedule.upcoming() for unit in root.units)
+        if not self._two_sources:
+            yield from coming
+            return
+        units = list(coming)
+        yield from units[:1]
+        yield from (unit for unit in units[1:] if unit.store.reads_disk and unit.slab is None)
+        yield from units[1:]

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from overspill.checkpoint.reader import RangeReader
-from overspill.devices import HostPages, host_bytes, storage_users
+from overspill.devices import HostPages, host_bytes
 from overspill.homes import DiskValues, HostSlot, HostTensor, disk_home, host_home
 from overspill.slab import Layout, Slab
 from overspill.transfer import Fetch, Piece, Transfer
@@ -22,8 +22,8 @@ class Store(Protocol):
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
         """Start to bring all bytes to `slab`."""
 
-    def stamp(self, index: int) -> object:
-        """Equal to an earlier stamp only if the values cannot have changed since."""
+    def stamps(self) -> list[object]:
+        """One a tensor: equal to an earlier one only if the values cannot have changed since."""
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         """Copy the present values to `live`."""
@@ -46,7 +46,7 @@ class HostStore:
         self.memory = host_bytes(self._pages)
         self._in_flight: Fetch | None = None
         self.homes = [self._make_home(index, like) for index, like in enumerate(likes)]
-        self._addresses = [_address(home) for home in self.homes]
+        self._slots = [_slot(home) for home in self.homes]
 
     def _make_home(self, index: int, like: torch.Tensor) -> torch.Tensor:
         spec, offset = self.layout.specs[index], self.layout.offsets[index]
@@ -55,10 +55,9 @@ class HostStore:
         else:
             # A storage of its own: torch.save and safetensors write just this tensor, and aliases of it can be counted.
             values = torch.frombuffer(self._pages, dtype=spec.dtype, count=spec.numel, offset=offset).view(spec.shape)
-        home = host_home(values, like, self.settle)
-        del values
-        slot = _slot(home)
-        slot.unshared = _users(home)
+        home = host_home(values, like)
+        del values  # it would count as an alias
+        home._overspill_slot = HostSlot(home, self.settle)
         return home
 
     def pin(self, device: torch.device) -> None:
@@ -74,16 +73,14 @@ class HostStore:
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
         fetch = transfer.from_host(self.memory[: self.layout.nbytes], slab)
         self._in_flight = fetch
-        if any(_slot(home).shared(home) for home in self.homes):
+        if any(slot.shared() for slot in self._slots):
             # Someone holds an alias, and may write through it as soon as this returns.
             self.settle()
         return fetch
 
-    def stamp(self, index: int) -> object:
-        home, slot = self.homes[index], _slot(self.homes[index])
-        if slot.shared(home) or _address(home) != self._addresses[index]:
-            return object()
-        return slot.uses, home._version
+    def stamps(self) -> list[object]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [slot.stamp(home) for slot, home in zip(self._slots, self.homes, strict=True)]
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(_plain(self.homes[index]))
@@ -119,8 +116,8 @@ class DiskStore:
                 offset += span.nbytes
         return transfer.from_disk(merged(pieces), self._reader, slab=slab, priority=priority)
 
-    def stamp(self, index: int) -> object:
-        return "on disk" if self._values[index].memory is None else object()
+    def stamps(self) -> list[object]:
+        return ["on disk" if values.memory is None else object() for values in self._values]
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(self._values[index].read())
@@ -164,12 +161,3 @@ def _plain(home: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return home.detach()
 
-
-def _address(home: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return home.data_ptr()
-
-
-def _users(home: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return storage_users(home)
