@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import TIERS, Block, Net, aligned, placed, save_checkpoint, streamed_units
 from torch import nn
 from torch.nn import functional
 
@@ -28,12 +27,19 @@ import overspill
 from overspill import managed
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import CheckpointMismatchError, PlanError, StateError
+from support import TIERS, Block, Net, aligned, placed, save_checkpoint, streamed_units
 
 IDS = torch.arange(24).view(2, 12)
 ALL_TIERS = [*TIERS, "device"]
 
 Build = Callable[[], nn.Module]
 State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without oneDNN: some virtual machines promise AMX, and its bfloat16 kernels die there (illegal instruction)."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 @pytest.fixture(params=ALL_TIERS)

@@ -60,6 +60,12 @@ def free_memory(device: torch.device) -> int:
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
+def reserve(nbytes: int, device: torch.device) -> None:
+    """Have torch's allocator take `nbytes` at once, for the many tensors that are about to be made of them."""
+    if device.type != "cpu":
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes that `device` has in all."""
     if device.type == "cpu":

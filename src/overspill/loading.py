@@ -15,7 +15,7 @@ from tqdm import tqdm
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import FileReader
 from overspill.config import MIB
-from overspill.devices import buffer_of
+from overspill.devices import buffer_of, reserve
 from overspill.errors import OffloadFolderError, OverspillError
 from overspill.homes import DiskValues, FileSpan
 from overspill.managed import Managed, manage
@@ -56,6 +56,8 @@ class Loader:
         """Do it, or leave the model as it was."""
         try:
             with torch.inference_mode(False), torch.no_grad():
+                for device in self._transfers:
+                    reserve(self._plan.bytes_on(device) - self._plan.windows.get(device, 0), device)
                 for placement in self._plan.placements:
                     self._prepare(placement)
                 self._prepare_stays()

@@ -15,16 +15,13 @@ from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, align, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.tensors import TensorGroup, tensor_groups
-from overspill.units import Unit, cut_by, root_needs
+from overspill.units import Unit, cut_by, least_window, neediest, usual_window
 
 ASSUMED_LINK: Final = 25e9
 """Bytes a second from pinned host memory, where no device is there to be measured: PCIe 4, 16 lanes."""
 
 ASSUMED_DISK: Final = 3e9
 """Bytes a second from disk: an NVMe drive of today. Nobody knows yet which drive the checkpoint will be on."""
-
-USUAL_DEPTH: Final = 3
-"""Units in the window: one that computes, one that has arrived, one on its way. Two are nearly as fast."""
 
 _LISTED = 10  # names that an error lists before it says how many more there are
 
@@ -226,25 +223,6 @@ class Plan:
         return sum(placement.unit.nbytes for placement in self.placements if placement.tier is tier)
 
 
-def least_window(units: Sequence[Unit]) -> int:
-    """The smallest window that can stream `units`: what the neediest root needs at once."""
-    return max(root_needs(units).values(), default=0)
-
-
-def usual_window(units: Sequence[Unit], depth: int = USUAL_DEPTH) -> int:
-    """The window that can stream `units` and hold any `depth` of them in a row, so that copies go on meanwhile."""
-    return max(least_window(units), in_a_row(units, depth))
-
-
-def in_a_row(units: Sequence[Unit], depth: int) -> int:
-    """The most bytes that `depth` units in a row have. The first follows the last, as it does in the next pass."""
-    sizes = [unit.nbytes for unit in units]
-    if len(sizes) <= depth:
-        return sum(sizes)
-    ring = sizes + sizes[: depth - 1]
-    return max(map(sum, zip(*(ring[start:] for start in range(depth)), strict=False)))
-
-
 def as_place(value: object, *, what: str) -> torch.device | None:
     """The device that `value` names (0, "cuda:0", "cpu"), or None for "disk". Looks at no hardware beyond its kind."""
     if value == "disk":
@@ -362,9 +340,3 @@ def _given_windows(
             f"{format_size(needed)}. Give {needed} bytes or more"
         )
     return {main: given // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT}
-
-
-def neediest(units: Sequence[Unit]) -> str:
-    """The root that needs the most at once."""
-    needs = root_needs(units)
-    return max(needs, key=lambda root: needs[root], default="")

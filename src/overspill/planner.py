@@ -19,20 +19,8 @@ from torch import nn
 from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
-from overspill.plan import (
-    USUAL_DEPTH,
-    Placement,
-    Plan,
-    Rates,
-    Tier,
-    as_device,
-    as_place,
-    in_a_row,
-    least_window,
-    neediest,
-    usual_window,
-)
-from overspill.units import Cut, Unit, cutter, root_needs
+from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place
+from overspill.units import USUAL_DEPTH, Cut, Unit, cutter, in_a_row, least_window, neediest, root_needs, usual_window
 
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many are taken
 _ALIKE = 0.7  # units whose sizes differ by less are not told apart when large ones are made resident

@@ -24,6 +24,9 @@ from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, align
 from overspill.errors import PlanError
 from overspill.tensors import Place, TensorGroup, tensor_groups
 
+USUAL_DEPTH = 3
+"""Units in the window: one that computes, one that has arrived, one on its way. Two are nearly as fast."""
+
 _TRIVIAL = 1000
 """What is smaller than SMALL_TENSOR, and less than one part in this many of what it belongs to, is not worth a unit."""
 
@@ -122,6 +125,31 @@ def root_needs(units: Iterable[Unit]) -> dict[str, int]:
         for root in unit.roots or (unit.name,):
             needs[root] += unit.nbytes
     return dict(needs)
+
+
+def least_window(units: Sequence[Unit]) -> int:
+    """The smallest window that can stream `units`: what the neediest root needs at once."""
+    return max(root_needs(units).values(), default=0)
+
+
+def usual_window(units: Sequence[Unit]) -> int:
+    """The window that can stream `units` and hold any three of them in a row, so that copies go on meanwhile."""
+    return max(least_window(units), in_a_row(units, USUAL_DEPTH))
+
+
+def in_a_row(units: Sequence[Unit], depth: int) -> int:
+    """The most bytes that `depth` units in a row have. The first follows the last, as it does in the next pass."""
+    sizes = [unit.nbytes for unit in units]
+    if len(sizes) <= depth:
+        return sum(sizes)
+    ring = sizes + sizes[: depth - 1]
+    return max(map(sum, zip(*(ring[start:] for start in range(depth)), strict=False)))
+
+
+def neediest(units: Sequence[Unit]) -> str:
+    """The root that needs the most at once."""
+    needs = root_needs(units)
+    return max(needs, key=lambda root: needs[root], default="")
 
 
 class _Facts(NamedTuple):
