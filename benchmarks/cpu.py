@@ -1,4 +1,9 @@
-"""The row that needs no GPU: a model wholly on disk, computing on the CPU, each contender in a process of its own."""
+"""The row that needs no GPU: a model wholly on disk, computing on the CPU, each contender in a process of its own.
+
+Note: how the contenders are timed. They take turns, so that whatever else the machine does meanwhile does it to all.
+A turn begins with a pass off the clock, and the others follow without a pause: what a pass fetches for the next one is
+then on the clock as often as what it found fetched.
+"""
 
 import json
 import subprocess
@@ -11,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from common import GB, Check, Row, Shape, Timing, forward, nbytes_of, repeat, write_checkpoint
-from lines import cached_rate
+from lines import Rate, cached_rate
 from peers import accelerate_disk_offload, pretrained
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,10 +24,12 @@ from torch import nn
 import overspill
 
 CHILDREN: Final = ("ours", "accelerate", "resident")
+TURNS: Final = 5
+PASSES: Final = 3
+"""On the clock in each turn."""
 MB: Final = 1e6
 ALLOWED_GROWTH: Final = 200 * MB
 """Beyond the window: Python's objects, activations, the allocators' slack."""
-TIMES: Final = 9
 
 
 def all_on_disk(shape: Shape, folder: Path) -> Row:
@@ -33,75 +40,105 @@ def all_on_disk(shape: Shape, folder: Path) -> Row:
     nbytes = nbytes_of(state)
     files = write_checkpoint(shape, state, checkpoint, shards=2)
     del state
-    cached_rate(files)
-    rate = cached_rate(files)
-    found = {name: _contender(name, shape, folder) for name in CHILDREN}
-    rate += cached_rate(files)
-    ours, theirs, resident = (Timing(tuple(found[name]["seconds"])) for name in CHILDREN)
-    window = found["ours"]["window"]
-    growth = found["ours"]["growth"]
-    same_bits = torch.equal(_logits(folder, "ours"), _logits(folder, "resident"))
+    cached_rate(files)  # from here on they are in the page cache
+    found, timings, rate = _take_turns(shape, folder, files)
+    ours, theirs, resident = (timings[name] for name in CHILDREN)
+    reading = nbytes / rate.best
+    allowed = found["ours"]["window"] + ALLOWED_GROWTH
+    logits = {name: load_file(folder / f"{name}.safetensors")["logits"] for name in CHILDREN}
+    same_bits = torch.equal(logits["ours"], logits["resident"])
     return Row(
         name="disk",
         what=f"one token, {nbytes / GB:.2f} GB all on disk, computing on the CPU, warm",
         ours=ours,
-        line=max(resident.median, nbytes / rate.best),
-        line_is=f"the longer of the plain model, {resident} s, and reading the page cache, {nbytes / rate.best:.3f} s",
+        line=max(resident.median, reading),
+        line_is=f"the longer of the plain model, {resident} s, and the page cache, {reading:.3f} s at {rate}",
         peer=theirs,
         peer_is="Accelerate",
         targets=[
             Check.at_least("≥ 3 × Accelerate's disk_offload", theirs.median / ours.median, 3),
             Check.at_most(
-                f"memory grows by less than the window ({window / MB:.0f} MB) + {ALLOWED_GROWTH / MB:.0f} MB",
-                growth / MB,
-                (window + ALLOWED_GROWTH) / MB,
+                f"memory grows by less than window + {ALLOWED_GROWTH / MB:.0f} MB = {allowed / MB:.0f} MB",
+                found["ours"]["growth"] / MB,
+                allowed / MB,
                 "MB",
             ),
         ],
         checks=[Check("same bits as the plain model", "yes" if same_bits else "no", same_bits)],
         details={
-            "page cache to memory": str(rate),
-            "plain model, s": str(resident),
-            **{f"memory growth, {name}, MB": str(_megabytes(found[name])) for name in CHILDREN},
-            "Accelerate's same bits": torch.equal(_logits(folder, "accelerate"), _logits(folder, "resident")),
+            "window, MB": found["ours"]["window"] / MB,
+            **{f"memory growth, {name}, MB": found[name]["growth"] / MB for name in CHILDREN},
+            "Accelerate's same bits": torch.equal(logits["accelerate"], logits["resident"]),
         },
     )
 
 
-def _megabytes(found: dict[str, Any]) -> dict[str, int]:
-    return {phase: round(found[phase] / MB) for phase in ("growth", "growth_in_passes")}
+def _take_turns(
+    shape: Shape, folder: Path, files: list[Path]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Timing], Rate]:
+    """What each contender says of itself, its times, and the page cache's rate, measured in between."""
+    contenders = {name: Contender(name, shape, folder) for name in CHILDREN}
+    found = {name: contender.answer() for name, contender in contenders.items()}
+    samples: dict[str, list[float]] = {name: [] for name in CHILDREN}
+    rate = cached_rate(files)
+    for _ in range(TURNS):
+        for name, contender in contenders.items():
+            samples[name] += contender.turn()
+        rate += cached_rate(files)
+    for contender in contenders.values():
+        contender.end()
+    return found, {name: Timing(tuple(seconds)) for name, seconds in samples.items()}, rate
 
 
-def _contender(name: str, shape: Shape, folder: Path) -> dict[str, Any]:
-    """Run one of them in a fresh process."""
-    program = Path(__file__).with_name("inference.py")
-    command = [sys.executable, str(program), "--child", name, "--folder", str(folder), "--layers", str(shape.layers)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Contender:
+    """One way to run the model, in a fresh process that waits for its turns."""
 
+    def __init__(self, name: str, shape: Shape, folder: Path) -> None:
+        self._name = name
+        program = Path(__file__).with_name("inference.py")
+        arguments = ["--child", name, "--folder", str(folder), "--layers", str(shape.layers)]
+        command = [sys.executable, str(program), *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-def _logits(folder: Path, name: str) -> torch.Tensor:
-    return load_file(folder / f"{name}.safetensors")["logits"]
+    def answer(self) -> Any:
+        """The next thing it says."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self._name} ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def turn(self) -> list[float]:
+        """Seconds of its passes."""
+        assert self._process.stdin is not None
+        print("go", file=self._process.stdin, flush=True)
+        seconds: list[float] = self.answer()
+        return seconds
+
+    def end(self) -> None:
+        """It must end well, too."""
+        self._process.communicate()
+        if self._process.returncode:
+            raise RuntimeError(f"the process of {self._name} ended with status {self._process.returncode}")
 
 
 # In a process of its own.
 
 
 def child(name: str, shape: Shape, folder: Path) -> None:
-    """Build the model in one of the ways, measure it, and print what was found as JSON."""
+    """Build the model in one of the ways, print what was found as JSON, then the seconds of each turn."""
     ids = torch.randint(0, shape.vocab, (1, 1), generator=torch.Generator().manual_seed(1))
     make = {"ours": _ours, "accelerate": _accelerate, "resident": _resident}[name]
     found: dict[str, Any] = {}
-    with memory_growth(found, "growth") as start:
+    with memory_growth(found):
         model, found["window"] = make(shape, folder)
-        with memory_growth(found, "growth_in_passes", start):
-            logits = forward(model, ids)
-            same = all(torch.equal(forward(model, ids), logits) for _ in range(2))
+        logits = forward(model, ids)
+        same = all(torch.equal(forward(model, ids), logits) for _ in range(2))
     assert same, f"{name}: two passes differ"
-    found["seconds"] = repeat(lambda: forward(model, ids), TIMES).samples
     save_file({"logits": logits}, folder / f"{name}.safetensors")
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(repeat(lambda: forward(model, ids), PASSES).samples), flush=True)
 
 
 def _ours(shape: Shape, folder: Path) -> tuple[nn.Module, int]:
@@ -109,7 +146,6 @@ def _ours(shape: Shape, folder: Path) -> tuple[nn.Module, int]:
     plan = overspill.plan(model, {}, device="cpu")
     assert plan.streamed_bytes == plan.disk_bytes
     assert plan.resident_bytes == 0
-    print(plan)
     return overspill.load(model, folder / "checkpoint", plan, progress=False), plan.window
 
 
@@ -120,17 +156,15 @@ def _accelerate(shape: Shape, folder: Path) -> tuple[nn.Module, int]:
 def _resident(shape: Shape, folder: Path) -> tuple[nn.Module, int]:
     model = pretrained(folder / "checkpoint", shape)
     for parameter in model.parameters():
-        parameter.data = (
-            parameter.data.clone()
-        )  # as mapped from the file they may be too little aligned for the same bits
+        parameter.data = parameter.data.clone()  # mapped from a file it may be too little aligned for the same bits
     return model, 0
 
 
 @contextmanager
-def memory_growth(found: dict[str, Any], name: str, start: int | None = None) -> Iterator[int]:
-    """Put into `found` by how much the process's own memory grew at most, since now or beyond `start`."""
-    start = own_memory() if start is None else start
-    most, stop = start, threading.Event()
+def memory_growth(found: dict[str, Any]) -> Iterator[None]:
+    """Note in `found` by how much the process's own memory grew at most."""
+    start = most = own_memory()
+    stop = threading.Event()
 
     def watch() -> None:
         nonlocal most
@@ -140,11 +174,11 @@ def memory_growth(found: dict[str, Any], name: str, start: int | None = None) ->
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield start
+        yield
     finally:
         stop.set()
         watcher.join()
-        found[name] = max(most, own_memory()) - start
+        found["growth"] = max(most, own_memory()) - start
 
 
 def own_memory() -> int:

@@ -294,9 +294,7 @@ STATE_SPACE = [
         _TEXT,
         units=5,
     ),
-    Architecture(
-        "falcon-mamba", _of(hf.FalconMambaForCausalLM, hf.FalconMambaConfig, **_STATE_SPACE), _TEXT, units=5
-    ),
+    Architecture("falcon-mamba", _of(hf.FalconMambaForCausalLM, hf.FalconMambaConfig, **_STATE_SPACE), _TEXT, units=5),
     Architecture(  # divides weights of its later blocks by two, for good, when it first runs in eval
         "rwkv",
         _of(

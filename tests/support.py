@@ -40,10 +40,10 @@ class Net(nn.Module):
 
     def __init__(self, blocks: int = 4, width: int = 32, tied: bool = True) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, width)
+        self.embed = nn.Embedding(8192, width)  # 1 MiB: large enough to be a unit
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 64, bias=False)
+        self.head = nn.Linear(width, 8192, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 

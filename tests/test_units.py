@@ -1,4 +1,5 @@
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
+    _no_split_modules: Any
+
     def __init__(self, blocks: int = 4, width: int = 8, vocabulary: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -42,6 +45,8 @@ class Net(nn.Module):
 
 class Holder(nn.Module):
     """A container with what a test gives it."""
+
+    _no_split_modules: Any
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -248,7 +253,7 @@ def test_an_embedding_tied_to_a_head_is_one_unit_with_two_roots():
 
 
 def test_a_bias_beside_a_tied_weight_does_not_move_with_it():
-    model = Holder(embed=nn.Embedding(8192, 64), head=nn.Linear(64, 8192))
+    model: Any = Holder(embed=nn.Embedding(8192, 64), head=nn.Linear(64, 8192))
     model.head.weight = model.embed.weight
     found = cut(model)
     assert [(unit.roots, unit.tensors) for unit in found.units] == [(("embed", "head"), ("embed.weight",))]
@@ -298,12 +303,23 @@ def test_sizes_are_aligned_and_those_of_the_dtype_that_is_loaded():
     assert cut(model, dtype=torch.bfloat16).units[0].nbytes == 768 + 256
 
 
+def test_a_buffer_that_no_checkpoint_stores_keeps_its_dtype():
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+    model[0].register_buffer("cache", torch.empty(LARGE, LARGE), persistent=False)
+    assert cut(model, dtype=torch.bfloat16).units[0].nbytes == 256 + 4 * MIB
+
+
 def test_compute_is_that_of_matrices_and_looking_up_costs_none():
     model = Net(width=64, vocabulary=8192)
     units = by_name(cut(model))
     assert units["embed"].compute == 0
     assert units["head"].compute == 64 * 8192
     assert units["blocks.0"].compute == 2 * 64 * 128
+
+
+def test_a_dtype_that_weights_cannot_have_is_an_error():
+    with pytest.raises(PlanError, match=r"cast to torch\.int8"):
+        cut(Net(), dtype=torch.int8)
 
 
 def test_a_lazy_module_is_an_error():

@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping
+from typing import BinaryIO
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import FileReader
 from overspill.config import MIB
 from overspill.devices import buffer_of, reserve
-from overspill.errors import OffloadFolderError, OverspillError
 from overspill.homes import DiskValues, FileSpan
 from overspill.managed import Managed, manage
 from overspill.matching import Match
@@ -49,13 +49,16 @@ class Loader:
         self._hosts: list[tuple[HostStore, torch.device]] = []
         self._units: dict[str, StreamedUnit] = {}
         self._homes: dict[str, torch.Tensor] = {}
-        self._folder = self._open_folder(folder)
         self._progress = progress
+        self._parent = folder
+        self._folder: OffloadFolder | None = None
+        self._converted: dict[str, FileSpan] = {}
 
     def run(self) -> Managed:
         """Do it, or leave the model as it was."""
         try:
             with torch.inference_mode(False), torch.no_grad():
+                self._convert()
                 for device in self._transfers:
                     reserve(self._plan.bytes_on(device) - self._plan.windows.get(device, 0), device)
                 for placement in self._plan.placements:
@@ -92,13 +95,14 @@ class Loader:
         self._homes.update(zip(names, store.homes, strict=True))
         if placement.unit.roots:
             places = [self._groups[name].places for name in names]
-            self._units[placement.unit.name] = StreamedUnit(placement.unit.name, store, places, placement.device)
+            name = placement.unit.name
+            kept = name in self._plan.kept
+            self._units[name] = StreamedUnit(name, store, places, placement.device, kept=kept)
 
     def _prepare_stays(self) -> None:
         """Small tensors live where the module that owns them computes."""
-        devices = {path: placement.device for placement in self._plan.placements for path in placement.unit.roots}
         for name in self._plan.stays:
-            self._prepare_resident(name, _nearest(devices, name, self._plan.device))
+            self._prepare_resident(name, self._plan.device_of(name))
 
     def _prepare_resident(self, name: str, device: torch.device) -> None:
         group = self._groups[name]
@@ -130,16 +134,35 @@ class Loader:
 
     # The disk tier: referenced where it lies, converted only where the bytes in memory are others.
 
-    def _open_folder(self, parent: str | os.PathLike[str] | None) -> OffloadFolder | None:
-        casts = [match for name, match in self._matches.items() if name in self._disk_names() and match.is_cast]
+    def _convert(self) -> None:
+        """Write what rests on disk in another dtype to a file of our own, once; a few megabytes at a time."""
+        on_disk = (placement.unit for placement in self._plan.placements if placement.tier is Tier.DISK)
+        names = [name for unit in on_disk for name in unit.tensors]
+        casts = {name: self._matches[name] for name in names if name in self._matches and self._matches[name].is_cast}
         if not casts:
-            return None
-        nbytes = sum(padded(match.spec.nbytes) for match in casts)
-        return OffloadFolder(parent, fingerprint=_fingerprint(self._matches), nbytes=nbytes)
+            return
+        nbytes = sum(padded(match.spec.nbytes) for match in casts.values())
+        self._folder = OffloadFolder(self._parent, fingerprint=_fingerprint(casts), nbytes=nbytes)
+        offsets = {}
+        with self._folder.open() as file:
+            for name, match in casts.items():
+                offsets[name] = padded(file.tell())
+                with self._folder.writing(name):
+                    file.seek(offsets[name])
+                    self._write_cast(match, file)
+                    file.flush()
+        written = SourceFile.at(self._folder.tensors)
+        for name, match in casts.items():
+            self._converted[name] = FileSpan(written, offsets[name], match.spec.nbytes)
 
-    def _disk_names(self) -> set[str]:
-        on_disk = (placement for placement in self._plan.placements if placement.tier is Tier.DISK)
-        return {name for placement in on_disk for name in placement.unit.tensors}
+    def _write_cast(self, match: Match, file: BinaryIO) -> None:
+        stored = match.stored
+        step = _CONVERTED_AT_ONCE // stored.spec.dtype.itemsize
+        for start in range(0, stored.spec.numel, step):
+            part = torch.empty(min(step, stored.spec.numel - start), dtype=stored.spec.dtype)
+            self._reader.read(stored.file, stored.offset + start * part.itemsize, buffer_of(part))
+            cast = part.to(match.spec.dtype)
+            file.write(buffer_of(cast))
 
     def _on_disk(self, name: str) -> DiskValues:
         if name not in self._matches:
@@ -147,32 +170,8 @@ class Loader:
             values.replace(self._groups[name].tensor.detach())
             return values
         match = self._matches[name]
-        if match.is_cast:
-            span = self._converted(name, match)
-        else:
-            span = FileSpan(match.stored.file, match.stored.offset, match.stored.nbytes)
-        return DiskValues(name, match.spec, [span], self._reader)
-
-    def _converted(self, name: str, match: Match) -> FileSpan:
-        """The tensor in its new dtype, in a file of our own; a few megabytes of it in memory at a time."""
-        assert self._folder is not None
-        path = self._folder.new_file(f"{len(self._folder)}.bin")
-        stored = match.stored
-        step = _CONVERTED_AT_ONCE // stored.spec.dtype.itemsize
-        try:
-            with path.open("wb") as file:
-                for start in range(0, stored.spec.numel, step):
-                    part = torch.empty(min(step, stored.spec.numel - start), dtype=stored.spec.dtype)
-                    self._reader.read(stored.file, stored.offset + start * part.itemsize, buffer_of(part))
-                    cast = part.to(match.spec.dtype)
-                    file.write(buffer_of(cast))
-        except OSError as error:
-            if isinstance(error, OverspillError):
-                raise
-            raise OffloadFolderError(
-                f"writing {name} to {path} failed ({error.strerror}). Free some space or pass another offload_folder"
-            ) from error
-        return FileSpan(SourceFile.at(path), 0, match.spec.nbytes)
+        stored = FileSpan(match.stored.file, match.stored.offset, match.stored.nbytes)
+        return DiskValues(name, match.spec, [self._converted.get(name, stored)], self._reader)
 
     # Reading, and the last step.
 
@@ -221,16 +220,6 @@ def _plain(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     parameter = nn.Parameter(values, like.requires_grad)
     parameter.__dict__.update(like.__dict__)
     return parameter
-
-
-def _nearest(devices: Mapping[str, torch.device], name: str, default: torch.device) -> torch.device:
-    """The device of the innermost unit root around the tensor `name`."""
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        if path in devices:
-            return devices[path]
-    return default
 
 
 def _fingerprint(matches: Mapping[str, Match]) -> str:

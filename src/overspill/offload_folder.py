@@ -5,12 +5,16 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from overspill.config import align, format_size
 from overspill.errors import OffloadFolderError
 
 _MARK = "overspill.json"
+_TENSORS = "tensors.bin"
 _ALIGNMENT = 4096  # a tensor that starts on a page can be read past the page cache without waste
 
 
@@ -18,35 +22,32 @@ class OffloadFolder:
     """A fresh subfolder of the user's folder, or of the system's temporary one. Deletes only what it wrote itself."""
 
     def __init__(self, parent: str | os.PathLike[str] | None, *, fingerprint: str, nbytes: int) -> None:
-        self._files: list[Path] = []
-        try:
-            if parent is not None:
-                Path(parent).mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f"overspill-{fingerprint}-", dir=parent))
-        except OSError as error:
-            where = parent if parent is not None else tempfile.gettempdir()
-            raise OffloadFolderError(
-                f"cannot make an offload folder in {where} ({error.strerror}). Pass another offload_folder"
-            ) from error
-        self._finalizer = weakref.finalize(self, _remove, self.path, self._files)
+        where = Path(parent) if parent is not None else Path(tempfile.gettempdir())
+        with _explained(f"cannot make an offload folder in {where}"):
+            where.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix=f"overspill-{fingerprint}-", dir=where))
+        self.tensors = self.path / _TENSORS
+        files = [self.path / _MARK, self.tensors]
+        self._finalizer = weakref.finalize(self, _remove, os.getpid(), self.path, files)
         try:
             self._require(nbytes)
-            mark = self.new_file(_MARK)
-            mark.write_text(json.dumps({"made by": "overspill", "fingerprint": fingerprint}))
+            mark = {"made by": "overspill", "fingerprint": fingerprint}
+            with _explained(f"cannot write to {self.path}"), _private(self.path / _MARK) as file:
+                file.write(json.dumps(mark).encode())
         except BaseException:
             self.remove()
             raise
 
-    def new_file(self, name: str) -> Path:
-        """The path of a file that we are about to write, readable by its owner only."""
-        path = self.path / name
-        self._files.append(path)
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        return path
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Within, a failing write of `what` becomes an error that says so."""
+        with _explained(f"writing {what} to {self.tensors} failed"):
+            yield
 
-    def __len__(self) -> int:
-        """How many files we wrote there."""
-        return len(self._files)
+    def open(self) -> BinaryIO:
+        """The one file for all tensors, new and empty."""
+        with _explained(f"cannot write to {self.path}"):
+            return _private(self.tensors)
 
     def remove(self) -> None:
         """Delete our files, and the folder if nothing else is in it."""
@@ -67,7 +68,25 @@ def padded(nbytes: int) -> int:
     return align(nbytes, _ALIGNMENT)
 
 
-def _remove(folder: Path, files: list[Path]) -> None:
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, OffloadFolderError) or error.errno is None:
+            raise
+        reason = error.strerror or str(error)
+        raise OffloadFolderError(f"{what} ({reason}). Free some space, or pass another offload_folder") from error
+
+
+def _private(path: Path) -> BinaryIO:
+    """A new file that its owner alone may read."""
+    return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb")
+
+
+def _remove(owner: int, folder: Path, files: list[Path]) -> None:
+    if os.getpid() != owner:  # a forked child that ends leaves its parent's files alone
+        return
     for file in files:
         file.unlink(missing_ok=True)
     try:

@@ -70,7 +70,8 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def _title(plan: Plan) -> str:
-    title = f"{format_size(plan.resident_bytes + plan.streamed_bytes + plan.stays_nbytes)} on {plan.device}"
+    total = plan.resident_bytes + plan.cpu_bytes + plan.disk_bytes + plan.stays_nbytes
+    title = f"{format_size(total)} on {plan.device}"
     if not plan.streamed_bytes:
         return f"{title}: a pass moves nothing"
     return f"{title}: a pass moves {format_size(plan.streamed_bytes)}, at least {plan.predicted_seconds:.3g} s"

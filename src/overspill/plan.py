@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from overspill import devices
-from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, align, format_size, parse_size
+from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.tensors import TensorGroup, tensor_groups
-from overspill.units import Unit, cut_by, least_window, neediest, usual_window
+from overspill.units import Unit, ample_window, cut_by, kept_in_window, least_window, neediest, slab_size
 
 ASSUMED_LINK: Final = 25e9
 """Bytes a second from pinned host memory, where no device is there to be measured: PCIe 4, 16 lanes."""
@@ -103,8 +103,18 @@ class Plan:
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that one pass brings to the compute device."""
-        return self.cpu_bytes + self.disk_bytes
+        """Bytes that one pass brings to the compute device: what is offloaded, but for what the window keeps."""
+        return sum(self._streamed(tier) for tier in (Tier.CPU, Tier.DISK))
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of the units that are offloaded, and stay in the window once they are there: it has room for them.
+
+        Those on disk first, since they take longest to come back; then the large ones, which are hardest to hide.
+        """
+        offloaded = [p for p in self.placements if p.tier is not Tier.DEVICE and p.unit.roots]
+        offloaded.sort(key=lambda p: (p.tier is not Tier.DISK, -p.unit.nbytes))
+        return frozenset(unit.name for unit in kept_in_window([p.unit for p in offloaded], self.window))
 
     @property
     def window(self) -> int:
@@ -115,7 +125,7 @@ class Plan:
     def predicted_seconds(self) -> float:
         """The least time that a pass spends moving. It computes meanwhile, so it takes the longer of the two."""
         link = self.streamed_bytes / self.rates.link if self.rates.link else 0.0
-        return max(link, self.disk_bytes / self.rates.disk)
+        return max(link, self._streamed(Tier.DISK) / self.rates.disk)
 
     def bytes_on(self, device: torch.device) -> int:
         """Bytes that the plan takes on `device`: resident units, window, what stays, and homes in host memory."""
@@ -137,17 +147,15 @@ class Plan:
         if all(p.tier is Tier.DEVICE and p.device == self.device for p in self.placements):
             return {"": _as_value(Tier.DEVICE, self.device)}
         mapped: dict[str, int | str] = {}
-        parents: set[str] = set()
         for placement in self.placements:
             unit, value = placement.unit, _as_value(placement.tier, placement.device)
             # A unit named after a tensor shares its root with the unit that has the root's name.
             for path in unit.roots if unit.name in unit.roots else unit.tensors:
                 mapped[path] = value
-                parents.update(_prefixes(path))
+        home = _as_value(Tier.DEVICE, self.device)
         for name in self.stays:
-            module = name.rpartition(".")[0]
-            if not any(prefix in mapped for prefix in _prefixes(name)):
-                mapped[name if module in parents else module] = _as_value(Tier.DEVICE, self.device)
+            if next((mapped[prefix] for prefix in _prefixes(name) if prefix in mapped), None) != home:
+                mapped[name] = home
         return mapped
 
     @classmethod
@@ -200,8 +208,7 @@ class Plan:
                 f"the plan places {_listed(unknown)}, which the model has not. Make a new plan for this model"
             )
         for unit in (placement.unit for placement in self.placements):
-            specs = [groups[name].spec.cast(self.dtype) for name in unit.tensors]
-            if sum(align(spec.nbytes, DEVICE_ALIGNMENT) for spec in specs) != unit.nbytes:
+            if sum(slab_size(groups[name], self.dtype) for name in unit.tensors) != unit.nbytes:
                 raise PlanError(f"the plan was made for another size or dtype of {unit.name!r}. Make a new plan")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -218,6 +225,9 @@ class Plan:
     @cached_property
     def _roots(self) -> dict[str, torch.device]:
         return {root: placement.device for placement in self.placements for root in placement.unit.roots}
+
+    def _streamed(self, tier: Tier) -> int:
+        return sum(p.unit.nbytes for p in self.placements if p.tier is tier and p.unit.name not in self.kept)
 
     def _bytes(self, tier: Tier) -> int:
         return sum(placement.unit.nbytes for placement in self.placements if placement.tier is tier)
@@ -332,7 +342,7 @@ def _given_windows(
             raise PlanError(f"window={window!r} has no effect: device_map keeps everything on its device. Leave it out")
         return {}
     if window is None:
-        return {main: usual_window(streamed)}
+        return {main: ample_window(streamed)}
     given, needed = parse_size(window, what="window"), least_window(streamed)
     if given < needed:
         raise BudgetError(

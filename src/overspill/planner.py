@@ -20,7 +20,18 @@ from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place
-from overspill.units import USUAL_DEPTH, Cut, Unit, cutter, in_a_row, least_window, neediest, root_needs, usual_window
+from overspill.units import (
+    USUAL_DEPTH,
+    Cut,
+    Unit,
+    ample_window,
+    cutter,
+    in_a_row,
+    least_window,
+    neediest,
+    root_needs,
+    usual_window,
+)
 
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many are taken
 _ALIKE = 0.7  # units whose sizes differ by less are not told apart when large ones are made resident
@@ -135,9 +146,7 @@ def _named(max_memory: Mapping[int | str, int | str]) -> dict[torch.device, int]
         place = as_place(key, what=what)
         if place is None:
             if value not in (None, float("inf")):
-                raise BudgetError(
-                    f"{what} is {value!r}, but disk has no limit here: it takes what is left. Leave it out"
-                )
+                raise BudgetError(f"{what} is {value!r}, but disk has no limit: it takes what is left. Leave it out")
         elif place in named:
             raise BudgetError(f"{what} names {place} a second time. Give one size for it")
         else:
@@ -259,7 +268,7 @@ def _choose(
 ) -> tuple[frozenset[int], int] | None:
     """Which units are resident in `room` bytes, and the window for the others. `room` None: a window of any size."""
     if room is None:
-        size = usual_window(units) if window is None else window
+        size = ample_window(units) if window is None else window
         return (frozenset(), size) if least_window(units) <= size else None
     if room < 0:
         return None

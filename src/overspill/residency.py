@@ -64,9 +64,12 @@ class _Bound:
 class StreamedUnit:
     """One unit that comes to the compute device when it is needed. Its residency serialises every call."""
 
-    def __init__(self, name: str, store: Store, places: Sequence[Sequence[Place]], device: torch.device) -> None:
+    def __init__(
+        self, name: str, store: Store, places: Sequence[Sequence[Place]], device: torch.device, *, kept: bool
+    ) -> None:
         self.name, self.store, self.device = name, store, device
         self.nbytes = store.layout.nbytes
+        self.kept = kept  # the window has room for it beside what streams through: once there, it stays
         self.users = 0
         self.slab: Slab | None = None
         self.fetch: Fetch | None = None
@@ -264,6 +267,8 @@ class Residency:
         self.window = window
         self.transfer = transfer
         self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
+        self._by_worth = sorted(self._units, key=lambda unit: unit.kept)  # what streams through goes first
+        self._kept = {unit for unit in self._units if unit.kept}
         self._schedule = Schedule(roots)
         self._two_sources = len({unit.store.reads_disk for unit in self._units}) > 1
         self._changed = threading.Condition()
@@ -341,7 +346,7 @@ class Residency:
     def _take(self, unit: StreamedUnit) -> Slab:
         """A slab for a unit that is needed now: waits for other calls to end, never for this one."""
         while True:
-            slab = self._room(unit.nbytes, keep={unit})
+            slab = self._room(unit, keep=set())
             if slab is not None:
                 return slab
             if not self._wait_for_others():
@@ -370,14 +375,14 @@ class Residency:
             self._running += mine
         return True
 
-    def _room(self, nbytes: int, keep: set[StreamedUnit]) -> Slab | None:
-        """A slab, if need be in the place of units that nobody uses and that are not in `keep`."""
-        slab = self.window.take(nbytes)
+    def _room(self, unit: StreamedUnit, keep: set[StreamedUnit]) -> Slab | None:
+        """A slab for `unit`, if need be in the place of others that nobody uses and that are not in `keep`."""
+        slab = self.window.take(unit.nbytes, to_stay=unit.kept)
         if slab is None:
-            for unit in self._units:
-                if unit.slab is not None and unit.users == 0 and unit not in keep:
-                    self._drop(unit)
-                    slab = self.window.take(nbytes)
+            for other in self._by_worth:
+                if other.slab is not None and other.users == 0 and other not in keep:
+                    self._drop(other)
+                    slab = self.window.take(unit.nbytes, to_stay=unit.kept)
                     if slab is not None:
                         break
         return slab
@@ -401,7 +406,7 @@ class Residency:
                 continue
             keep.add(unit)
             if unit.slab is None:
-                slab = self._room(unit.nbytes, keep)
+                slab = self._room(unit, keep | self._kept)
                 if slab is None:
                     return
                 unit.start(slab, self.transfer, PREFETCHED)

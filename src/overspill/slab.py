@@ -34,7 +34,7 @@ class Layout:
         return memory[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Gap:
     """A free range of the window. `events` must have passed before its bytes may be overwritten."""
 
@@ -79,21 +79,25 @@ class Window:
         self._gaps = [_Gap(0, self.nbytes)]
         self._returned: deque[_Gap] = deque()  # filled by finalizers, which may run in any thread and must not lock
 
-    def take(self, nbytes: int) -> Slab | None:
-        """A slab of `nbytes`, or None when no gap is wide enough. The caller serialises calls."""
+    def take(self, nbytes: int, *, to_stay: bool = False) -> Slab | None:
+        """A slab of `nbytes`, or None when no gap is wide enough. The caller serialises calls.
+
+        What is going `to_stay` is taken from the far end, so that it does not cut up the room that the others share.
+        """
         self._collect()
         nbytes = align(max(nbytes, 1), DEVICE_ALIGNMENT)
-        for position, gap in enumerate(self._gaps):
-            if gap.end - gap.start >= nbytes:
-                taken = _Gap(gap.start, gap.start + nbytes)
-                events = list(gap.events)
-                gap.start += nbytes
-                if gap.start == gap.end:
-                    del self._gaps[position]
-                memory, owner = lease_range(self._arena, taken.start, nbytes)
-                weakref.finalize(owner, self._returned.append, taken).atexit = False
-                return Slab(memory, events, taken.events)
-        return None
+        gaps = reversed(self._gaps) if to_stay else iter(self._gaps)
+        gap = next((gap for gap in gaps if gap.end - gap.start >= nbytes), None)
+        if gap is None:
+            return None
+        start = gap.end - nbytes if to_stay else gap.start
+        taken, events = _Gap(start, start + nbytes), list(gap.events)
+        gap.start, gap.end = (gap.start, start) if to_stay else (taken.end, gap.end)
+        if gap.start == gap.end:
+            self._gaps.remove(gap)
+        memory, owner = lease_range(self._arena, start, nbytes)
+        weakref.finalize(owner, self._returned.append, taken).atexit = False
+        return Slab(memory, events, taken.events)
 
     def free_bytes(self) -> int:
         """Bytes in no slab now."""

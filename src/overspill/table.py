@@ -13,6 +13,7 @@ from overspill.plan import Placement, Plan, Tier
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 _WIDEST = 40  # characters of a list of numbers
+_NAMED = 4  # units that a line names before it only counts them
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Row:
 def render(plan: Plan) -> str:
     """The table of `plan`."""
     dtype = str(plan.dtype).removeprefix("torch.") if plan.dtype else "each tensor's own dtype"
-    total = plan.resident_bytes + plan.streamed_bytes + plan.stays_nbytes
+    total = plan.resident_bytes + plan.cpu_bytes + plan.disk_bytes + plan.stays_nbytes
     heading = f"Plan for {plan.device}: {format_size(total)} in {len(plan.placements)} units, {dtype}"
     rows = [("units", "size", "rests on", "runs on")]
     for row in alike(plan.placements):
@@ -98,13 +99,20 @@ def _memory(plan: Plan) -> Iterator[str]:
     if plan.stays:
         used[plan.device].append(f"{format_size(plan.stays_nbytes)} that stay")
     for device, window in plan.windows.items():
-        used[device].append(f"a window of {format_size(window)}")
+        used[device].append(f"a window of {format_size(window)}{_keeps(plan)}")
     if plan.cpu_bytes:
         used[CPU].append(f"{format_size(plan.cpu_bytes)} in host memory")
     for device, parts in used.items():
         yield f"{device}: {' + '.join(parts)}{_against_budget(plan, device)}"
     if plan.disk_bytes:
         yield f"disk: {format_size(plan.disk_bytes)}"
+
+
+def _keeps(plan: Plan) -> str:
+    if not plan.kept:
+        return ""
+    names = ", ".join(sorted(plan.kept)) if len(plan.kept) <= _NAMED else f"{len(plan.kept)} units"
+    return f" (keeps {names})"
 
 
 def _against_budget(plan: Plan, device: torch.device) -> str:

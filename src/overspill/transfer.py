@@ -241,11 +241,20 @@ class _ChunkRead:
                 with torch.inference_mode(False), torch.no_grad():
                     transfer.land(piece, self._reader)
         except BaseException as failure:  # it belongs to the call that needs the data, not to this thread
-            error = failure.with_traceback(None)
+            error = _without_frames(failure)
         last = fetch.part_queued(transfer.disk_stream, nbytes, error)
         del piece, self._piece  # before the fetch ends: whoever waits for it may count on the memory being free
         if last:
             fetch.finish()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """`error`, and all that led to it, without the frames they passed: those hold the memory that was read into."""
+    part: BaseException | None = error
+    while part is not None:
+        part.__traceback__ = None
+        part = part.__cause__ or part.__context__
+    return error
 
 
 def _land_on_host(piece: Piece, reader: RangeReader) -> None:

@@ -32,6 +32,9 @@ _TRIVIAL = 1000
 
 _CARRIED = "_no_split_modules"  # where Transformers' models say what their blocks are
 _LISTS = (nn.ModuleList, nn.Sequential)
+_STANDS_OUT = 2
+"""A unit more than this many times as large as the one in the middle is unlike the blocks around it."""
+
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NEVER_CUT = (nn.MultiheadAttention, nn.RNNBase)  # they pass their children's weights to kernels, calling no child
 
@@ -118,6 +121,15 @@ def cut_by(
         opened |= more
 
 
+def slab_size(group: TensorGroup, dtype: torch.dtype | None) -> int:
+    """What a tensor takes in a slab once it is loaded as `dtype`. What no checkpoint stores is not cast."""
+    if is_lazy(group.tensor):
+        raise PlanError(f"{group.name} has no shape yet. Run the lazy module on an example before planning")
+    weight = group.persistent and group.tensor.is_floating_point()
+    cast = dtype if weight and dtype is not None else group.tensor.dtype
+    return align(group.tensor.numel() * cast.itemsize, DEVICE_ALIGNMENT)
+
+
 def root_needs(units: Iterable[Unit]) -> dict[str, int]:
     """The bytes that each root needs at once. A unit without roots is read by itself, and stands for its own root."""
     needs: dict[str, int] = defaultdict(int)
@@ -135,6 +147,39 @@ def least_window(units: Sequence[Unit]) -> int:
 def usual_window(units: Sequence[Unit]) -> int:
     """The window that can stream `units` and hold any three of them in a row, so that copies go on meanwhile."""
     return max(least_window(units), in_a_row(units, USUAL_DEPTH))
+
+
+def ample_window(units: Sequence[Unit]) -> int:
+    """The window where no budget limits it: room for any three units in a row, beside the few that stand out.
+
+    An embedding of several blocks' size takes as long to copy as those blocks: no computation hides that. It is cheaper
+    to keep it in the window.
+    """
+    middle = sorted(unit.nbytes for unit in units)[len(units) // 2] if units else 0
+    usual = [unit for unit in units if unit.nbytes <= _STANDS_OUT * middle]
+    if len(units) - len(usual) > len(units) // 4:  # then that is how the model is, and nothing stands out
+        usual = list(units)
+    large = sum(unit.nbytes for unit in units) - sum(unit.nbytes for unit in usual)
+    return max(least_window(units), large + in_a_row(usual, USUAL_DEPTH))
+
+
+def kept_in_window(units: Sequence[Unit], window: int) -> list[Unit]:
+    """Those of `units`, the first ones first, that a window can hold for good while the others stream through it."""
+    if sum(unit.nbytes for unit in units) <= window:
+        return list(units)
+    needs = root_needs(units)
+    shared = max((needs[root] for unit in units for root in unit.roots if needs[root] > unit.nbytes), default=0)
+    by_size = sorted(units, key=lambda unit: unit.nbytes)
+    kept: dict[str, Unit] = {}
+    for unit in units:
+        while by_size and by_size[-1].name in kept:
+            by_size.pop()
+        others = [other.nbytes for other in by_size[-2:] if other is not unit]  # the largest to stream beside it
+        stream = max(USUAL_DEPTH * max(others, default=0), shared)
+        if unit.nbytes + stream <= window:
+            kept[unit.name] = unit
+            window -= unit.nbytes
+    return list(kept.values())
 
 
 def in_a_row(units: Sequence[Unit], depth: int) -> int:
@@ -181,9 +226,13 @@ class _Tree:
     """The module tree with its sizes, which is measured once and cut as often as needed."""
 
     def __init__(self, model: nn.Module, no_split: Collection[str] | None, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise PlanError(
+                f"weights cannot be cast to {dtype}. Give a floating-point dtype, or None to keep each one's"
+            )
         self._model = model
         self._groups = tensor_groups(model)
-        self._sizes = {name: _size(group, dtype) for name, group in self._groups.items()}
+        self._sizes = {name: slab_size(group, dtype) for name, group in self._groups.items()}
         self._moves = {
             id(group.tensor): self._sizes[name]
             for name, group in self._groups.items()
@@ -323,13 +372,6 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _announces(module: nn.Module) -> bool:
     """Whether anybody calls it: a ModuleList or ParameterList has no forward."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
-def _size(group: TensorGroup, dtype: torch.dtype | None) -> int:
-    if is_lazy(group.tensor):
-        raise PlanError(f"{group.name} has no shape yet. Run the lazy module on an example before planning")
-    cast = dtype if dtype is not None and group.tensor.is_floating_point() else group.tensor.dtype
-    return align(group.tensor.numel() * cast.itemsize, DEVICE_ALIGNMENT)
 
 
 def _compute(group: TensorGroup) -> int:
