@@ -117,8 +117,8 @@ def assert_right(model: nn.Module, reference: nn.Module, passes: int = 2) -> Non
         assert torch.equal(run(model), run(reference))
 
 
-def assert_idle(model: nn.Module) -> None:
-    """No call holds anything, every home is shown, and the window can be had."""
+def assert_idle(model: nn.Module, *, collect: bool = True) -> None:
+    """No call holds anything, every home is shown, and all of the window can be had: at once, if not `collect`."""
     homes = {id(home) for unit in streamed_units(model) for home in unit.store.homes}
     shown = {id(parameter) for parameter in model.parameters()}
     drain()
@@ -126,6 +126,8 @@ def assert_idle(model: nn.Module) -> None:
     assert homes <= shown
     for unit in streamed_units(model):
         assert unit.drop() is None, "a fetch is still on its way"
+    if collect:
+        gc.collect()
     assert window_bytes_in_use(model) == 0
 
 
@@ -198,7 +200,6 @@ def test_a_checkpoint_that_changes_while_in_use_is_told_at_the_forward_that_need
         with pytest.raises(CheckpointChangedError):
             model.get_parameter("blocks.3.up.weight").sum()
     del caught
-    gc.collect()
     assert_idle(model)
     with checkpoint.open("r+b") as file:  # its owner thinks better of it
         file.write(original)
@@ -269,7 +270,6 @@ def test_a_read_error_names_the_file_and_the_next_forward_works_once_it_is_gone(
         assert str(checkpoint) in str(caught.value)
         assert all(unit.users == 0 for unit in streamed_units(model))
     del caught
-    gc.collect()
     assert_idle(model)
     disk.mend()
     assert_right(model, reference, passes=3)
@@ -342,7 +342,7 @@ def test_an_error_holds_no_room_in_the_window(
                 run(model)
             except CheckpointReadError as error:
                 errors += [error.with_traceback(None)] if kept else []  # as a notebook does, with the last one
-        assert_idle(model)
+        assert_idle(model, collect=False)
     finally:
         gc.enable()
     disk.mend()
@@ -384,7 +384,6 @@ def test_threads_on_a_disk_that_fails_at_times_get_an_error_or_the_right_bits(
     assert "right" in outcomes
     assert disk.failures
     mended.set()
-    gc.collect()
     assert_idle(model)
     assert_right(model, reference)
 
@@ -395,9 +394,8 @@ def test_threads_on_a_disk_that_fails_at_times_get_an_error_or_the_right_bits(
 def test_reads_that_stop_early_give_the_right_bits(model: nn.Module, reference: nn.Module, disk: Disk) -> None:
     disk.most = 1000
     assert_right(model, reference)
-    assert (
-        disk.reads > 2 * sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs) / 1000
-    )
+    # What the window keeps is read once, and the rest in each of the passes.
+    assert disk.reads > sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs) / 1000
 
 
 def test_signals_while_reading_and_waiting_give_the_right_bits(
@@ -505,7 +503,7 @@ def test_a_folder_without_space_is_refused_before_anything_is_read(
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(OffloadFolderError, match=r"need .* KiB in .*offload, where 1000 B are free.*Free some"):
+        with pytest.raises(OffloadFolderError, match=r"need .* MiB in .*offload, where 1000 B are free.*Free some"):
             load_cast(model, checkpoint, folder)
     assert disk.reads == 0
     assert_nothing_left(folder, model, checkpoint, reference)
@@ -530,7 +528,7 @@ def test_a_write_that_fails_leaves_nothing_behind(checkpoint: Path, reference: n
     assert_nothing_left(folder, model, checkpoint, reference)
 
 
-@pytest.mark.parametrize("nth", [0, 1, 2, 9])
+@pytest.mark.parametrize("nth", [0, 1])
 def test_a_disk_that_is_full_when_a_file_is_made_leaves_nothing_behind(
     nth: int, checkpoint: Path, reference: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -888,14 +886,14 @@ def test_an_output_that_is_a_weight_outlives_its_model(tmp_path: Path) -> None:
 
 
 FORKS = """
-    import os, signal, sys, torch
+    import faulthandler, os, sys, torch
     from pathlib import Path
     from support import Net, aligned, loaded, save_checkpoint
 
     def in_child(work):
         child = os.fork()
         if child == 0:
-            signal.alarm(10)
+            faulthandler.dump_traceback_later(10, exit=True)
             try:
                 work()
             except BaseException as error:
@@ -969,7 +967,7 @@ def test_a_child_forked_while_a_prefetch_is_on_its_way_does_not_wait_for_it(tmp_
         def whole():
             assert torch.equal(model(ids), reference(ids)), "the child's output"
 
-        assert in_child(whole) == 0, "the child failed, or waited until its alarm"
+        assert in_child(whole) == 0, "the child failed, or waited in vain"
         assert torch.equal(model(ids), reference(ids))
     """
     run_forks(program, tmp_path, "disk")

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 import overspill
-from overspill import managed
+from overspill import loading, managed
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import CheckpointMismatchError, PlanError, StateError
 from support import TIERS, Block, Net, aligned, placed, save_checkpoint, streamed_units
@@ -301,7 +301,8 @@ def test_a_converted_copy_lies_in_a_fresh_marked_private_folder_and_goes_with_th
     for path in (ours, *ours.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"others may read {path}"
     converted = sum(path.stat().st_size for path in ours.iterdir() if path.name != "overspill.json")
-    assert converted == sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs)
+    changed = [s for unit in streamed_units(model) for s in unit.store.layout.specs if s.dtype == torch.bfloat16]
+    assert sum(s.nbytes for s in changed) <= converted <= sum(s.nbytes + 4096 for s in changed)
     assert {name: data for name, data in content(offload).items() if name in before} == before
 
     assert_same(model, aligned(reference.to(torch.bfloat16)), IDS)
@@ -400,7 +401,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_folder_alone(checkpoint: Pa
             model = Net().eval()
         folder = Path({str(tmp_path / "offload")!r})
         overspill.load(
-            model, {str(checkpoint)!r}, max_memory={{}}, dtype=torch.bfloat16, offload_folder=folder, progress=False
+            model, {str(checkpoint)!r}, max_memory={{}}, dtype=torch.float64, offload_folder=folder, progress=False
         )
         child = os.fork()
         if child == 0:
@@ -854,7 +855,7 @@ def test_no_room_for_the_window_leaves_the_model_as_it_was(
         raise MemoryError("no room for the window")
 
     with monkeypatch.context() as patch:
-        patch.setattr(managed, "Window", no_room)
+        patch.setattr(loading, "Window", no_room)
         with pytest.raises(MemoryError):
             load_on("disk", model, checkpoint, dtype=torch.bfloat16, offload_folder=tmp_path / "offload")
     assert_untouched(model)
@@ -904,7 +905,7 @@ def test_a_terminal_sees_a_bar_that_ends_at_the_bytes_that_were_read(checkpoint:
     total = sum(tensor.nbytes for tensor in (*reference.parameters(), *reference.buffers()))  # a tie counts once
     last = seen_on_a_terminal(checkpoint, progress=True).rstrip().split("\r")[-1]
     assert "100%" in last
-    assert f"{total / 1000:.1f}k/{total / 1000:.1f}k" in last
+    assert f"{total / 1e6:.2f}M/{total / 1e6:.2f}M" in last
     assert "B/s" in last
 
 
@@ -917,32 +918,21 @@ def test_a_log_sees_no_bar(checkpoint: Path, capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_that_goes_away_does_not_hang_the_load(checkpoint: Path) -> None:
+def test_a_terminal_that_goes_away_does_not_stop_the_load(checkpoint: Path) -> None:
     program = f"""
-        import sys, torch, overspill, tqdm
+        import os, sys, torch, overspill
         from support import Net
 
-        class Gone:
-            encoding, writes = "utf-8", 0
-            def isatty(self): return True
-            def flush(self): pass
-            def write(self, text):
-                Gone.writes += 1
-                if Gone.writes > 1:
-                    raise BrokenPipeError(32, "Broken pipe")
-
+        master, slave = os.openpty()
+        real, sys.stderr = sys.stderr, os.fdopen(slave, "w")
+        assert sys.stderr.isatty()
         with overspill.empty_weights():
             model = Net().eval()
-        tqdm.tqdm.monitor_interval = 0
-        real, sys.stderr = sys.stderr, Gone()
-        import overspill.loading
-        overspill.loading.tqdm = lambda **options: tqdm.tqdm(**options, mininterval=0, miniters=1)
+        os.close(master)  # from now on the terminal gives errors
         try:
             overspill.load(model, {str(checkpoint)!r}, max_memory={{"cpu": "1GiB"}})
-        except BrokenPipeError:
-            pass
         finally:
             sys.stderr = real
-        assert Gone.writes > 1
+        model(torch.arange(4))
     """
-    run_program(program, timeout=30)
+    run_program(program)

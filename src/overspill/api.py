@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from overspill.checkpoint import open_checkpoint
+from overspill.devices import compute_device
 from overspill.errors import PlanError, StateError
 from overspill.loading import Loader
 from overspill.managed import managed
@@ -87,5 +88,7 @@ def load(
     if plan is None:
         plan = make_plan(model, max_memory, dtype=dtype)
     plan.check(groups)
+    for device in plan.devices:
+        compute_device(device)  # a plan can be made anywhere, but must be carried out where its devices are
     Loader(model, plan, groups, matches, folder=offload_folder, progress=progress).run()
     return model

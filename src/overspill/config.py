@@ -30,9 +30,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
         return size
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise BudgetError(
-            f"{what} {size!r} is not a size. Write bytes, or a number with B, KB, MB, GB, KiB, MiB, GiB"
-        )
+        raise BudgetError(f"{what} {size!r} is not a size. Write bytes, or a number with B, KB, MB, GB, KiB, MiB, GiB")
     unit = (match["unit"] or "B").upper()
     return int(float(match["number"]) * _UNITS[unit])
 

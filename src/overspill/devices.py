@@ -38,7 +38,7 @@ def compute_device(device: torch.device | str | int | None = None) -> torch.devi
         wanted = torch.device(wanted.type, 0)
     if wanted not in present:
         known = ", ".join(map(str, [*present, CPU]))
-        raise BudgetError(f"there is no device {device!r} here. This process can compute on: {known}")
+        raise BudgetError(f"there is no device {device} here. This process can compute on: {known}")
     return wanted
 
 
@@ -99,7 +99,8 @@ class HostPages(mmap.mmap):
     _registered: int = 0
 
     def __new__(cls, nbytes: int) -> "HostPages":
-        pages = super().__new__(cls, -1, max(nbytes, 1))
+        # Private: a forked child must not write to its parent's memory, which is what mmap would do by itself.
+        pages = super().__new__(cls, -1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 pages.madvise(mmap.MADV_HUGEPAGE)
@@ -165,30 +166,41 @@ def reader_threads() -> int:
 class _DeviceRange:
     """A range of device memory in the form that torch takes without a copy, for as long as the tensor lives."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, arena: torch.Tensor, start: int, nbytes: int) -> None:
+        self._arena = arena  # it must outlive its ranges
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (address, False),
+            "data": (arena.data_ptr() + start, False),
             "version": 3,
         }
 
 
-def lease_range(arena: torch.Tensor, start: int, nbytes: int) -> tuple[torch.Tensor, object]:
+Arena = HostPages | torch.Tensor
+"""Memory that ranges are leased of: pages of the host, or one tensor on an accelerator."""
+
+
+def new_arena(nbytes: int, device: torch.device) -> Arena:
+    """Memory to lease ranges of. Fresh pages of the host cost nothing until they are used."""
+    if device.type == "cpu":
+        return HostPages(nbytes)
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    raise BudgetError(f"cannot stream to a {device.type!r} device: use a CUDA or ROCm device, or the CPU")
+
+
+def lease_range(arena: Arena, start: int, nbytes: int) -> tuple[torch.Tensor, object]:
     """Bytes of `arena` as a tensor with a storage of its own, and the object that dies with that storage.
 
     Views of one big tensor share its storage, so nobody could tell whether a view is still in use somewhere. A storage
-    of its own ends when the last view of it does, wherever that view was kept.
+    of its own ends when the last view of it does, wherever that view was kept; until then it holds the arena too.
     """
-    address = arena.data_ptr() + start
     with torch.inference_mode(False):  # whoever needs it first, it may be used outside inference mode later
-        if arena.device.type == "cpu":
-            held = (ctypes.c_ubyte * nbytes).from_address(address)
-            return torch.frombuffer(held, dtype=torch.uint8), held
-        if arena.device.type == "cuda":
-            device_range = _DeviceRange(address, nbytes)
+        if isinstance(arena, torch.Tensor):
+            device_range = _DeviceRange(arena, start, nbytes)
             return torch.as_tensor(device_range, device=arena.device), device_range
-    raise BudgetError(f"cannot stream to a {arena.device.type!r} device: use a CUDA or ROCm device, or the CPU")
+        host_range = (ctypes.c_ubyte * nbytes).from_buffer(arena, start)
+        return torch.frombuffer(host_range, dtype=torch.uint8), host_range
 
 
 def new_stream(device: torch.device) -> torch.Stream | None:

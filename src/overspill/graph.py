@@ -62,9 +62,15 @@ class _SavedWeight:
 class _SavedTensor:
     """Any other saved tensor, with the version that autograd would have checked had no hook been there."""
 
-    packed: Any
-    original: torch.Tensor | None
+    tensor: torch.Tensor
     version: int
+
+
+@dataclass(frozen=True)
+class _SavedElsewhere:
+    """What the hooks around ours made of a tensor."""
+
+    packed: Any
 
 
 _Hook = Callable[[Any], Any]
@@ -84,22 +90,24 @@ def saving_weights_as_notes(parts: Sequence[tuple[Store, Slab]]) -> Iterator[Non
         if store is not None:
             return _note(tensor, store)
         if outer is not None:
-            return _SavedTensor(cast(_Hook, outer[0])(tensor), None, 0)
-        return _SavedTensor(tensor, tensor, tensor._version)
+            return _SavedElsewhere(cast(_Hook, outer[0])(tensor))
+        # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
+        return _SavedTensor(tensor.detach(), tensor._version)
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
             return saved.values()
-        if saved.original is None:
+        if isinstance(saved, _SavedElsewhere):
             assert outer is not None
             return cast(torch.Tensor, cast(_Hook, outer[1])(saved.packed))
-        if saved.original._version != saved.version:
+        assert isinstance(saved, _SavedTensor)
+        if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {list(saved.original.shape)} is at version {saved.original._version}; "
+                f"a tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; "
                 f"expected version {saved.version} instead"
             )
-        return cast(torch.Tensor, saved.packed)
+        return saved.tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

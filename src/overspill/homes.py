@@ -213,6 +213,7 @@ def host_home(values: torch.Tensor, like: torch.Tensor) -> HostTensor:
     """A home over `values`, which must have a storage of its own, in the place of `like`. It needs a slot yet."""
     home: torch.Tensor = nn.Parameter(values, like.requires_grad) if isinstance(like, nn.Parameter) else values.detach()
     home.__class__ = HostParameter if isinstance(like, nn.Parameter) else HostTensor
+    home.__dict__.update(like.__dict__)  # what libraries note on their parameters
     return cast(HostTensor, home)
 
 
@@ -372,7 +373,8 @@ def _unwrapped(value: Any, *, promote: bool) -> Any:
 
 def disk_home(values: DiskValues, like: torch.Tensor) -> torch.Tensor:
     """A home for `values` in the place of `like`."""
-    home = DiskTensor(values)
+    home: torch.Tensor = DiskTensor(values)
     if isinstance(like, nn.Parameter):
-        return nn.Parameter(home, like.requires_grad)
+        home = nn.Parameter(home, like.requires_grad)
+    home.__dict__.update(like.__dict__)  # what libraries note on their parameters
     return home

@@ -5,13 +5,11 @@ Everything is built aside. The model is touched in the last step only, so a fail
 
 import hashlib
 import os
-import threading
 from collections.abc import Mapping
 from typing import BinaryIO
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import FileReader
@@ -22,8 +20,9 @@ from overspill.managed import Managed, manage
 from overspill.matching import Match
 from overspill.offload_folder import OffloadFolder, padded
 from overspill.plan import Placement, Plan, Tier
+from overspill.progress import Progress
 from overspill.residency import StreamedUnit, refresh_flat_weights, table_of
-from overspill.slab import Layout
+from overspill.slab import Layout, Window
 from overspill.store import DiskStore, HostStore, merged
 from overspill.tensors import TensorGroup, TensorSpec
 from overspill.transfer import Piece, Transfer
@@ -44,7 +43,7 @@ class Loader:
     ) -> None:
         self._model, self._plan, self._groups, self._matches = model, plan, groups, matches
         self._reader = FileReader()
-        self._transfers = {device: Transfer(device) for device in {plan.device, *(p.device for p in plan.placements)}}
+        self._transfers = {device: Transfer(device) for device in plan.devices}
         self._pieces: dict[torch.device, list[Piece]] = {device: [] for device in self._transfers}
         self._hosts: list[tuple[HostStore, torch.device]] = []
         self._units: dict[str, StreamedUnit] = {}
@@ -67,11 +66,11 @@ class Loader:
                 self._read()
                 for store, device in self._hosts:
                     store.pin(device)
+                return self._commit()
         except BaseException:
             if self._folder is not None:
                 self._folder.remove()
             raise
-        return self._commit()
 
     # Building aside.
 
@@ -176,36 +175,30 @@ class Loader:
     # Reading, and the last step.
 
     def _read(self) -> None:
+        fetches = [
+            self._transfers[device].from_disk(merged(pieces), self._reader) for device, pieces in self._pieces.items()
+        ]
         total = sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
-        lock = threading.Lock()
-        # disable=None: a bar on a terminal, nothing in a log.
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="loading", disable=None if self._progress else True
-        ) as bar:
-
-            def count(nbytes: int) -> None:
-                with lock:
-                    bar.update(nbytes)
-
-            fetches = [
-                self._transfers[device].from_disk(merged(pieces), self._reader, on_bytes=count)
-                for device, pieces in self._pieces.items()
-            ]
-            try:
-                for fetch in fetches:
-                    fetch.wait()
-            finally:
-                for fetch in fetches:
-                    fetch.cancel()
-                    fetch.wait_host()  # no thread may write to memory that a failed load gives up
+        try:
+            with Progress(total, self._progress) as bar:
+                while not all(fetch.wait_some(0.05) for fetch in fetches):
+                    bar.show(sum(fetch.nbytes_done for fetch in fetches))
+                bar.show(sum(fetch.nbytes_done for fetch in fetches))
+            for fetch in fetches:
+                fetch.wait()
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+                fetch.wait_host()  # no thread may write to memory that a failed load gives up
         self._pieces.clear()
 
     def _commit(self) -> Managed:
+        windows = {device: Window(nbytes, device) for device, nbytes in self._plan.windows.items()}
         for name, home in self._homes.items():
             for place in self._groups[name].places:
                 table_of(place)[place.name] = home
                 refresh_flat_weights(place.module)
-        managed = Managed(self._model, self._plan, self._units, self._transfers, self._folder)
+        managed = Managed(self._model, self._plan, self._units, self._transfers, windows, self._folder)
         manage(self._model, managed)
         return managed
 

@@ -26,16 +26,15 @@ class Managed:
         plan: Plan,
         units: Mapping[str, StreamedUnit],
         transfers: Mapping[torch.device, Transfer],
+        windows: Mapping[torch.device, Window],
         folder: OffloadFolder | None,
     ) -> None:
         self.plan = plan
         self.folder = folder
         self.residencies: list[Residency] = []
         self._interceptions: list[Interception] = []
-        self._transfers = transfers
         for device, roots in _roots(model, plan, units).items():
-            window = Window(plan.windows[device], device)
-            self._stream(Residency(roots, window, transfers[device]), roots)
+            self._stream(Residency(roots, windows[device], transfers[device]), roots)
         if len({placement.device for placement in plan.placements}) > 1:
             self._align(model)
         if self._interceptions:

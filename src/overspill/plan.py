@@ -117,6 +117,11 @@ class Plan:
         return frozenset(unit.name for unit in kept_in_window([p.unit for p in offloaded], self.window))
 
     @property
+    def devices(self) -> frozenset[torch.device]:
+        """Where it computes."""
+        return frozenset({self.device, *(placement.device for placement in self.placements)})
+
+    @property
     def window(self) -> int:
         """The compute device's window."""
         return self.windows.get(self.device, 0)

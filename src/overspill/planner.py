@@ -1,6 +1,6 @@
 """From a model's sizes and a budget to a plan: nothing here needs a weight or a device.
 
-Note: why more memory never streams more.
+Note: why more memory never offloads more.
   What is resident is chosen in two steps. First, units so large that they would make the window large are resident:
   the more of them, the smaller the window, so of all `_Step`s whose window fits the last is taken, and what it makes
   resident is at least what the steps before it could with their larger windows. Then `_fill` takes units in an order

@@ -203,7 +203,7 @@ class StreamedUnit:
                     continue
                 self.store.absorb(index, live.detach())
                 self._versions[index] = live._version
-                self._stamps = self.store.stamps()
+                self._stamps[index] = self.store.stamps()[index]
 
     def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
         if not getattr(live, "data_was_used", False):

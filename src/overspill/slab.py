@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from overspill.config import DEVICE_ALIGNMENT, align
-from overspill.devices import CPU, HostPages, host_bytes, lease_range, record_event
+from overspill.devices import lease_range, new_arena, record_event
 from overspill.tensors import TensorSpec
 
 
@@ -70,12 +70,7 @@ class Window:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = align(nbytes, DEVICE_ALIGNMENT)
         self.device = device
-        # Fresh pages from the kernel cost nothing until they are used, and start at a page's boundary.
-        self._arena = (
-            host_bytes(HostPages(self.nbytes))
-            if device == CPU
-            else torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        )
+        self._arena = new_arena(self.nbytes, device)
         self._gaps = [_Gap(0, self.nbytes)]
         self._returned: deque[_Gap] = deque()  # filled by finalizers, which may run in any thread and must not lock
 
@@ -127,9 +122,7 @@ class Window:
 
 def extra_slab(nbytes: int, device: torch.device) -> Slab:
     """A slab outside any window, for the rare call that could otherwise never go on."""
-    with torch.inference_mode(False):
-        if device == CPU:
-            return Slab(host_bytes(HostPages(nbytes)), [], [])
-        memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+    nbytes = max(nbytes, 1)
+    memory, _ = lease_range(new_arena(nbytes, device), 0, nbytes)
     now = record_event(device)
     return Slab(memory, [] if now is None else [now], [])

@@ -160,4 +160,3 @@ def _plain(home: torch.Tensor) -> torch.Tensor:
     """A host home's memory as an ordinary tensor: what we do ourselves is no use by others."""
     with torch._C.DisableTorchFunctionSubclass():
         return home.detach()
-

@@ -22,6 +22,7 @@ from overspill.devices import (
     reader_threads,
     record_event,
 )
+from overspill.errors import CheckpointReadError
 from overspill.slab import Slab
 
 CHUNK = 16 * MIB
@@ -61,7 +62,6 @@ class Fetch:
         parts: int,
         *,
         uses: list[torch.Event] | None = None,
-        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
@@ -69,7 +69,8 @@ class Fetch:
         self._done = threading.Event()
         self._arrived: torch.Event | None = None
         self._uses = uses
-        self._on_bytes = on_bytes
+        self._process = os.getpid()
+        self.nbytes_done = 0
         self.error: BaseException | None = None
         self.cancelled = False
         if parts == 0:
@@ -79,6 +80,7 @@ class Fetch:
         """Called once a part, behind the part's copy on `stream`. Whether it was the last."""
         with self._lock:
             self._left -= 1
+            self.nbytes_done += nbytes
             self.error = self.error or error
             last = self._left == 0
         if last and stream is not None:
@@ -86,8 +88,6 @@ class Fetch:
             self._arrived = record_event(self._device, stream)
             if self._uses is not None and self._arrived is not None:
                 self._uses.append(self._arrived)  # whoever overwrites these bytes next waits for it, also if cancelled
-        if self._on_bytes is not None:
-            self._on_bytes(nbytes)
         return last
 
     def finish(self) -> None:
@@ -98,13 +98,19 @@ class Fetch:
         self.cancelled = True
 
     def finished(self) -> bool:
-        return self._done.is_set()
+        return self._done.is_set() or os.getpid() != self._process
+
+    def wait_some(self, seconds: float) -> bool:
+        """Wait for at most `seconds`; whether it is done."""
+        return self._done.wait(timeout=seconds)
 
     def wait(self) -> None:
         """Wait here until all is queued, raise what went wrong, and let the current stream wait for the bytes."""
         self._wait_done()
         if self.error is not None:
             raise self.error
+        if not self._done.is_set():
+            raise CheckpointReadError("a read that was under way when this process was forked goes on in its parent")
         current_stream_waits(self._device, self._arrived)
 
     def wait_host(self) -> None:
@@ -114,7 +120,8 @@ class Fetch:
             self._arrived.synchronize()
 
     def _wait_done(self) -> None:
-        while not self._done.wait(timeout=1.0):  # a bounded wait lets an interrupt through
+        # A bounded wait lets an interrupt through. A forked child has no reader threads to wait for.
+        while not self.finished() and not self._done.wait(timeout=1.0):
             pass
 
 
@@ -186,14 +193,13 @@ class Transfer:
         *,
         slab: Slab | None = None,
         priority: int = DEMANDED,
-        on_bytes: Callable[[int], None] | None = None,
     ) -> Fetch:
         """Read `pieces` with the reader threads, each chunk copied on as it lands.
 
         Where the targets lie in `slab`, the copies wait for the slab's last users.
         """
         chunks = [chunk for piece in pieces for chunk in piece.chunks()]
-        fetch = Fetch(self.device, len(chunks), uses=None if slab is None else slab.uses, on_bytes=on_bytes)
+        fetch = Fetch(self.device, len(chunks), uses=None if slab is None else slab.uses)
         if slab is not None:
             _wait_all(self._disk_copies, slab.overwrite_after)
         for chunk in chunks:

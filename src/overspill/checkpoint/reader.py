@@ -23,6 +23,10 @@ class RangeReader(Protocol):
         """Read `nbytes` somewhere into page-aligned `scratch`, which has room for two more pages; return where."""
 
 
+class _DirectReadRefusedError(Exception):
+    """The file system does not do direct reads after all."""
+
+
 class FileReader:
     """Reads ranges of files, which it keeps open. Safe from several threads; reads release the GIL."""
 
@@ -32,19 +36,26 @@ class FileReader:
 
     def read(self, file: SourceFile, offset: int, target: memoryview) -> None:
         descriptor = self._open(file)
-        file.check(descriptor)
         done = 0
         while done < len(target):
             done += self._once(file, descriptor, target[done:], offset + done)
+        file.check(descriptor)  # behind the read, so that a change just before or during it is noticed too
 
     def read_aligned(self, file: SourceFile, offset: int, nbytes: int, scratch: memoryview) -> int:
-        file.check(self._open(file))
         if self._read_cached(file, offset, scratch[:nbytes]):
+            file.check(self._open(file))
             return 0
         direct = self._open_direct(file)
-        if direct is None:
-            self.read(file, offset, scratch[:nbytes])
-            return 0
+        if direct is not None:
+            try:
+                return self._read_direct(file, direct, offset, nbytes, scratch)
+            except _DirectReadRefusedError:
+                self._refuse_direct(file)
+        self.read(file, offset, scratch[:nbytes])
+        return 0
+
+    def _read_direct(self, file: SourceFile, direct: int, offset: int, nbytes: int, scratch: memoryview) -> int:
+        """Read past the page cache; where in `scratch` the bytes begin."""
         before = offset % DIRECT_ALIGNMENT
         start, wanted = offset - before, align(before + nbytes, DIRECT_ALIGNMENT)
         done = 0
@@ -55,7 +66,15 @@ class FileReader:
             if reached <= done:
                 raise self._shortened(file, start + done)
             done = reached
+        file.check(direct)
         return before
+
+    def _refuse_direct(self, file: SourceFile) -> None:
+        """Some file systems open a file for direct reads and then refuse them."""
+        with self._lock:
+            descriptor, self._descriptors[file, True] = self._descriptors[file, True], None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close every file that was opened."""
@@ -84,6 +103,8 @@ class FileReader:
         try:
             count = os.preadv(descriptor, [target], offset)
         except OSError as error:
+            if error.errno == errno.EINVAL and descriptor == self._descriptors.get((file, True)):
+                raise _DirectReadRefusedError from error
             raise self._failed(file, offset, len(target), error) from error
         if count == 0:
             raise self._shortened(file, offset)
@@ -130,8 +151,8 @@ class FileReader:
     @staticmethod
     def _shortened(file: SourceFile, offset: int) -> CheckpointChangedError:
         return CheckpointChangedError(
-            f"{file.path} ends at byte {offset}: it was {file.size} bytes long when it was opened. "
-            "Put the original file back, or load the model again"
+            f"{file.path} changed after it was opened: it had {file.size} bytes and ends at {offset}. "
+            "Load the model again"
         )
 
     @staticmethod
