@@ -21,7 +21,7 @@ from overspill.checkpoint.reader import FileReader
 from overspill.plan import Placement, Plan, Tier
 from overspill.store import merged
 from overspill.transfer import Piece, Transfer
-from overspill.units import usual_window
+from overspill.windows import usual_window
 from support import TIERS, aligned, loaded, placed, save_checkpoint, streamed_units
 
 

@@ -394,8 +394,8 @@ def test_threads_on_a_disk_that_fails_at_times_get_an_error_or_the_right_bits(
 def test_reads_that_stop_early_give_the_right_bits(model: nn.Module, reference: nn.Module, disk: Disk) -> None:
     disk.most = 1000
     assert_right(model, reference)
-    # What the window keeps is read once, and the rest in each of the passes.
-    assert disk.reads > sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs) / 1000
+    streamed = sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs)
+    assert disk.reads > 2 * streamed / 1000
 
 
 def test_signals_while_reading_and_waiting_give_the_right_bits(
@@ -503,7 +503,7 @@ def test_a_folder_without_space_is_refused_before_anything_is_read(
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(OffloadFolderError, match=r"need .* MiB in .*offload, where 1000 B are free.*Free some"):
+        with pytest.raises(OffloadFolderError, match=r"need .* KiB in .*offload, where 1000 B are free.*Free some"):
             load_cast(model, checkpoint, folder)
     assert disk.reads == 0
     assert_nothing_left(folder, model, checkpoint, reference)
@@ -797,6 +797,7 @@ def test_a_forward_with_gradients_that_nobody_uses_leaves_no_tensor(tier: str, c
     seen = []
     for _ in range(6):
         model(IDS)
+        assert_idle(model)  # what was fetched ahead is some more tensors, or some less
         gc.collect()
         seen.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
     assert len(set(seen[2:])) == 1, seen

@@ -89,8 +89,8 @@ def poisoned_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slab starts as NaN: bytes that were not copied, or were copied before their time, show in the result."""
     take = Window.take
 
-    def poisoned(self: Window, nbytes: int) -> Any:
-        slab = take(self, nbytes)
+    def poisoned(self: Window, nbytes: int, *, to_stay: bool = False) -> Any:
+        slab = take(self, nbytes, to_stay=to_stay)
         if slab is not None:
             for event in slab.overwrite_after:
                 torch.cuda.current_stream().wait_event(event)

@@ -10,7 +10,8 @@ from torch import nn
 from overspill.config import MIB
 from overspill.errors import PlanError
 from overspill.tensors import tensor_groups
-from overspill.units import Cut, Unit, cut, cut_by, cutter, in_a_row, least_window, root_needs, usual_window
+from overspill.units import Cut, Unit, cut, cut_by, cutter, root_needs
+from overspill.windows import in_a_row, least_window, usual_window
 
 LARGE = 1024  # a square float32 matrix of this width takes 4 MiB
 

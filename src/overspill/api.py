@@ -37,7 +37,7 @@ def plan(
             gets no weights, disk is unlimited, so `{}` puts everything on disk. None: what is free, less `headroom`.
         no_split_modules: Class names of the blocks that move as one. None: found by themselves.
         dtype: Plan for floating-point weights cast to this; pass the same to `load`.
-        window: Device memory to stream through. None: room for three of the largest blocks, or what there is.
+        window: Device memory to stream through. None: room for a few blocks, within the budget if there is one.
         headroom: Bytes to leave free on the compute device for activations and caches.
         device: Where to compute. None: the first accelerator, else the CPU.
     """

@@ -6,7 +6,7 @@ Everything is built aside. The model is touched in the last step only, so a fail
 import hashlib
 import os
 from collections.abc import Mapping
-from typing import BinaryIO
+from io import FileIO
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from overspill.devices import buffer_of, reserve
 from overspill.homes import DiskValues, FileSpan
 from overspill.managed import Managed, manage
 from overspill.matching import Match
-from overspill.offload_folder import OffloadFolder, padded
+from overspill.offload_folder import OffloadFolder, padded, write_all
 from overspill.plan import Placement, Plan, Tier
 from overspill.progress import Progress
 from overspill.residency import StreamedUnit, refresh_flat_weights, table_of
@@ -149,19 +149,18 @@ class Loader:
                 with self._folder.writing(name):
                     file.seek(offsets[name])
                     self._write_cast(match, file)
-                    file.flush()
         written = SourceFile.at(self._folder.tensors)
         for name, match in casts.items():
             self._converted[name] = FileSpan(written, offsets[name], match.spec.nbytes)
 
-    def _write_cast(self, match: Match, file: BinaryIO) -> None:
+    def _write_cast(self, match: Match, file: FileIO) -> None:
         stored = match.stored
         step = _CONVERTED_AT_ONCE // stored.spec.dtype.itemsize
         for start in range(0, stored.spec.numel, step):
             part = torch.empty(min(step, stored.spec.numel - start), dtype=stored.spec.dtype)
             self._reader.read(stored.file, stored.offset + start * part.itemsize, buffer_of(part))
             cast = part.to(match.spec.dtype)
-            file.write(buffer_of(cast))
+            write_all(file, buffer_of(cast))
 
     def _on_disk(self, name: str) -> DiskValues:
         if name not in self._matches:

@@ -7,8 +7,8 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from overspill.config import align, format_size
 from overspill.errors import OffloadFolderError
@@ -33,7 +33,7 @@ class OffloadFolder:
             self._require(nbytes)
             mark = {"made by": "overspill", "fingerprint": fingerprint}
             with _explained(f"cannot write to {self.path}"), _private(self.path / _MARK) as file:
-                file.write(json.dumps(mark).encode())
+                write_all(file, memoryview(json.dumps(mark).encode()))
         except BaseException:
             self.remove()
             raise
@@ -44,7 +44,7 @@ class OffloadFolder:
         with _explained(f"writing {what} to {self.tensors} failed"):
             yield
 
-    def open(self) -> BinaryIO:
+    def open(self) -> FileIO:
         """The one file for all tensors, new and empty."""
         with _explained(f"cannot write to {self.path}"):
             return _private(self.tensors)
@@ -79,9 +79,15 @@ def _explained(what: str) -> Iterator[None]:
         raise OffloadFolderError(f"{what} ({reason}). Free some space, or pass another offload_folder") from error
 
 
-def _private(path: Path) -> BinaryIO:
-    """A new file that its owner alone may read."""
-    return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb")
+def _private(path: Path) -> FileIO:
+    """A new file that its owner alone may read. Unbuffered: closing it after a failed write must not fail again."""
+    return FileIO(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb")
+
+
+def write_all(file: FileIO, data: memoryview) -> None:
+    """Write all of `data`, however many calls it takes."""
+    while data:
+        data = data[file.write(data) :]
 
 
 def _remove(owner: int, folder: Path, files: list[Path]) -> None:

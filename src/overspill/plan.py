@@ -15,7 +15,8 @@ from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.tensors import TensorGroup, tensor_groups
-from overspill.units import Unit, ample_window, cut_by, kept_in_window, least_window, neediest, slab_size
+from overspill.units import Unit, cut_by, slab_size
+from overspill.windows import ample_window, kept_in_window, least_window, neediest
 
 ASSUMED_LINK: Final = 25e9
 """Bytes a second from pinned host memory, where no device is there to be measured: PCIe 4, 16 lanes."""

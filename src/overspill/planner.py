@@ -20,18 +20,8 @@ from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place
-from overspill.units import (
-    USUAL_DEPTH,
-    Cut,
-    Unit,
-    ample_window,
-    cutter,
-    in_a_row,
-    least_window,
-    neediest,
-    root_needs,
-    usual_window,
-)
+from overspill.units import Cut, Unit, cutter, root_needs
+from overspill.windows import USUAL_DEPTH, ample_window, in_a_row, least_window, neediest, usual_window
 
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many are taken
 _ALIKE = 0.7  # units whose sizes differ by less are not told apart when large ones are made resident

@@ -346,18 +346,21 @@ class Residency:
     def _take(self, unit: StreamedUnit) -> Slab:
         """A slab for a unit that is needed now: waits for other calls to end, never for this one."""
         while True:
-            slab = self._room(unit, keep=set())
+            slab = self._room(unit, keep=self._kept)
+            if slab is None and not self._wait_for_others():
+                slab = self._room(unit, keep=set()) or self._outside(unit)
             if slab is not None:
                 return slab
-            if not self._wait_for_others():
-                logger.warning(
-                    "the window of %d bytes has no room for %s while tensors of earlier units are still in use; "
-                    "taking %d bytes outside it",
-                    self.window.nbytes,
-                    unit.name,
-                    unit.nbytes,
-                )
-                return extra_slab(unit.nbytes, self.device)
+
+    def _outside(self, unit: StreamedUnit) -> Slab:
+        logger.warning(
+            "the window of %d bytes has no room for %s while tensors of earlier units are still in use; "
+            "taking %d bytes outside it",
+            self.window.nbytes,
+            unit.name,
+            unit.nbytes,
+        )
+        return extra_slab(unit.nbytes, self.device)
 
     def _wait_for_others(self) -> bool:
         """Wait until something may have been freed. False if nothing under way can free anything."""

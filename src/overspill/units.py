@@ -24,17 +24,11 @@ from overspill.config import DEVICE_ALIGNMENT, SMALL_TENSOR, align
 from overspill.errors import PlanError
 from overspill.tensors import Place, TensorGroup, tensor_groups
 
-USUAL_DEPTH = 3
-"""Units in the window: one that computes, one that has arrived, one on its way. Two are nearly as fast."""
-
 _TRIVIAL = 1000
 """What is smaller than SMALL_TENSOR, and less than one part in this many of what it belongs to, is not worth a unit."""
 
 _CARRIED = "_no_split_modules"  # where Transformers' models say what their blocks are
 _LISTS = (nn.ModuleList, nn.Sequential)
-_STANDS_OUT = 2
-"""A unit more than this many times as large as the one in the middle is unlike the blocks around it."""
-
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NEVER_CUT = (nn.MultiheadAttention, nn.RNNBase)  # they pass their children's weights to kernels, calling no child
 
@@ -139,64 +133,6 @@ def root_needs(units: Iterable[Unit]) -> dict[str, int]:
     return dict(needs)
 
 
-def least_window(units: Sequence[Unit]) -> int:
-    """The smallest window that can stream `units`: what the neediest root needs at once."""
-    return max(root_needs(units).values(), default=0)
-
-
-def usual_window(units: Sequence[Unit]) -> int:
-    """The window that can stream `units` and hold any three of them in a row, so that copies go on meanwhile."""
-    return max(least_window(units), in_a_row(units, USUAL_DEPTH))
-
-
-def ample_window(units: Sequence[Unit]) -> int:
-    """The window where no budget limits it: room for any three units in a row, beside the few that stand out.
-
-    An embedding of several blocks' size takes as long to copy as those blocks: no computation hides that. It is cheaper
-    to keep it in the window.
-    """
-    middle = sorted(unit.nbytes for unit in units)[len(units) // 2] if units else 0
-    usual = [unit for unit in units if unit.nbytes <= _STANDS_OUT * middle]
-    if len(units) - len(usual) > len(units) // 4:  # then that is how the model is, and nothing stands out
-        usual = list(units)
-    large = sum(unit.nbytes for unit in units) - sum(unit.nbytes for unit in usual)
-    return max(least_window(units), large + in_a_row(usual, USUAL_DEPTH))
-
-
-def kept_in_window(units: Sequence[Unit], window: int) -> list[Unit]:
-    """Those of `units`, the first ones first, that a window can hold for good while the others stream through it."""
-    if sum(unit.nbytes for unit in units) <= window:
-        return list(units)
-    needs = root_needs(units)
-    shared = max((needs[root] for unit in units for root in unit.roots if needs[root] > unit.nbytes), default=0)
-    by_size = sorted(units, key=lambda unit: unit.nbytes)
-    kept: dict[str, Unit] = {}
-    for unit in units:
-        while by_size and by_size[-1].name in kept:
-            by_size.pop()
-        others = [other.nbytes for other in by_size[-2:] if other is not unit]  # the largest to stream beside it
-        stream = max(USUAL_DEPTH * max(others, default=0), shared)
-        if unit.nbytes + stream <= window:
-            kept[unit.name] = unit
-            window -= unit.nbytes
-    return list(kept.values())
-
-
-def in_a_row(units: Sequence[Unit], depth: int) -> int:
-    """The most bytes that `depth` units in a row have. The first follows the last, as it does in the next pass."""
-    sizes = [unit.nbytes for unit in units]
-    if len(sizes) <= depth:
-        return sum(sizes)
-    ring = sizes + sizes[: depth - 1]
-    return max(map(sum, zip(*(ring[start:] for start in range(depth)), strict=False)))
-
-
-def neediest(units: Sequence[Unit]) -> str:
-    """The root that needs the most at once."""
-    needs = root_needs(units)
-    return max(needs, key=lambda root: needs[root], default="")
-
-
 class _Facts(NamedTuple):
     """What a module holds, itself and below."""
 
@@ -219,6 +155,8 @@ class _Roots:
     def needing(self, group: TensorGroup) -> tuple[str, ...]:
         """The roots that a tensor is under, in definition order."""
         roots = [self.of[_module_path(place)] for place in group.places]
+        if len(roots) == 1:  # by far the most
+            return () if roots[0] is None else (roots[0],)
         return tuple(dict.fromkeys([root for root in roots if root is not None]))
 
 
@@ -317,9 +255,8 @@ class _Tree:
     def _is_root(self, path: str, module: nn.Module, facts: _Facts, is_block: bool) -> bool:
         if not facts.nbytes or not _announces(module):
             return False
-        if is_block or facts.leaf or isinstance(module, _NEVER_CUT):
-            return True
-        return facts.owns and not facts.has_blocks and path != ""
+        uses_children = facts.owns and not facts.has_blocks and path != ""
+        return is_block or facts.leaf or uses_children or isinstance(module, _NEVER_CUT)
 
     def _measure(self, module: nn.Module) -> _Facts:
         if id(module) in self._facts:
@@ -377,8 +314,8 @@ def _announces(module: nn.Module) -> bool:
 def _compute(group: TensorGroup) -> int:
     if group.kind == "buffer" or group.tensor.ndim < 2 or not group.tensor.is_floating_point():
         return 0
-    looked_up = all(isinstance(place.module, _EMBEDDINGS) for place in group.places)
-    return 0 if looked_up else group.tensor.numel()
+    computes = any(not isinstance(place.module, _EMBEDDINGS) for place in group.places)
+    return group.tensor.numel() if computes else 0
 
 
 def _no_split_classes(model: nn.Module, given: Collection[str] | None) -> frozenset[str]:

@@ -6,6 +6,7 @@ import threading
 from typing import Protocol
 
 from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.pagecache import lies_in_page_cache
 from overspill.config import align
 from overspill.errors import CheckpointChangedError, CheckpointError, CheckpointReadError
 
@@ -90,7 +91,7 @@ class FileReader:
     def _read_cached(self, file: SourceFile, offset: int, target: memoryview) -> bool:
         """Whether the whole range lay in the page cache, and was copied from there."""
         flag = getattr(os, "RWF_NOWAIT", None)
-        if flag is None:
+        if flag is None or lies_in_page_cache(self._open(file), offset, len(target)) is False:
             return False
         try:
             return os.preadv(self._open(file), [target], offset, flag) == len(target)
