@@ -282,6 +282,7 @@ def environment() -> dict[str, object]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "kernel": platform.release(),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
     }
 
 

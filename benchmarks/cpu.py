@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,10 +42,11 @@ def all_on_disk(shape: Shape, folder: Path) -> Row:
     files = write_checkpoint(shape, state, checkpoint, shards=2)
     del state
     cached_rate(files)  # from here on they are in the page cache
-    found, timings, rate = _take_turns(shape, folder, files)
-    ours, theirs, resident = (timings[name] for name in CHILDREN)
+    contenders, rate = _take_turns(shape, folder, files)
+    ours, theirs, resident = (Timing(tuple(contenders[name].samples)) for name in CHILDREN)
     reading = nbytes / rate.best
-    allowed = found["ours"]["window"] + ALLOWED_GROWTH
+    window, growth = contenders["ours"].found["window"], contenders["ours"].found["growth"]
+    allowed = window + ALLOWED_GROWTH
     logits = {name: load_file(folder / f"{name}.safetensors")["logits"] for name in CHILDREN}
     same_bits = torch.equal(logits["ours"], logits["resident"])
     return Row(
@@ -59,35 +61,32 @@ def all_on_disk(shape: Shape, folder: Path) -> Row:
             Check.at_least("≥ 3 × Accelerate's disk_offload", theirs.median / ours.median, 3),
             Check.at_most(
                 f"memory grows by less than window + {ALLOWED_GROWTH / MB:.0f} MB = {allowed / MB:.0f} MB",
-                found["ours"]["growth"] / MB,
+                growth / MB,
                 allowed / MB,
                 "MB",
             ),
         ],
         checks=[Check("same bits as the plain model", "yes" if same_bits else "no", same_bits)],
         details={
-            "window, MB": found["ours"]["window"] / MB,
-            **{f"memory growth, {name}, MB": found[name]["growth"] / MB for name in CHILDREN},
+            "window, MB": window / MB,
+            **{f"memory growth, {name}, MB": each.found["growth"] / MB for name, each in contenders.items()},
+            **{f"processor time a pass, {name}, s": min(each.busy) for name, each in contenders.items()},
             "Accelerate's same bits": torch.equal(logits["accelerate"], logits["resident"]),
         },
     )
 
 
-def _take_turns(
-    shape: Shape, folder: Path, files: list[Path]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Timing], Rate]:
-    """What each contender says of itself, its times, and the page cache's rate, measured in between."""
+def _take_turns(shape: Shape, folder: Path, files: list[Path]) -> tuple[dict[str, "Contender"], Rate]:
+    """The contenders after their turns, and the page cache's rate, measured in between."""
     contenders = {name: Contender(name, shape, folder) for name in CHILDREN}
-    found = {name: contender.answer() for name, contender in contenders.items()}
-    samples: dict[str, list[float]] = {name: [] for name in CHILDREN}
     rate = cached_rate(files)
     for _ in range(TURNS):
-        for name, contender in contenders.items():
-            samples[name] += contender.turn()
+        for contender in contenders.values():
+            contender.turn()
         rate += cached_rate(files)
     for contender in contenders.values():
         contender.end()
-    return found, {name: Timing(tuple(seconds)) for name, seconds in samples.items()}, rate
+    return contenders, rate
 
 
 class Contender:
@@ -95,10 +94,15 @@ class Contender:
 
     def __init__(self, name: str, shape: Shape, folder: Path) -> None:
         self._name = name
+        self.samples: list[float] = []
+        """Seconds of each pass."""
+        self.busy: list[float] = []
+        """Seconds of processor time a pass, on all cores together; whatever else runs changes them less."""
         program = Path(__file__).with_name("inference.py")
         arguments = ["--child", name, "--folder", str(folder), "--layers", str(shape.layers)]
         command = [sys.executable, str(program), *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.found = self.answer()
 
     def answer(self) -> Any:
         """The next thing it says."""
@@ -108,12 +112,13 @@ class Contender:
             raise RuntimeError(f"the process of {self._name} ended with status {self._process.wait()}")
         return json.loads(line)
 
-    def turn(self) -> list[float]:
-        """Seconds of its passes."""
+    def turn(self) -> None:
+        """Have it run some passes."""
         assert self._process.stdin is not None
         print("go", file=self._process.stdin, flush=True)
-        seconds: list[float] = self.answer()
-        return seconds
+        samples, busy = self.answer()
+        self.samples += samples
+        self.busy.append(busy)
 
     def end(self) -> None:
         """It must end well, too."""
@@ -138,7 +143,10 @@ def child(name: str, shape: Shape, folder: Path) -> None:
     save_file({"logits": logits}, folder / f"{name}.safetensors")
     print(json.dumps(found), flush=True)
     for _ in sys.stdin:
-        print(json.dumps(repeat(lambda: forward(model, ids), PASSES).samples), flush=True)
+        start = time.process_time()
+        samples = repeat(lambda: forward(model, ids), PASSES).samples
+        busy = (time.process_time() - start) / (PASSES + 1)
+        print(json.dumps([samples, busy]), flush=True)
 
 
 def _ours(shape: Shape, folder: Path) -> tuple[nn.Module, int]:
