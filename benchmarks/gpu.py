@@ -128,8 +128,9 @@ class Ours:
         """For the report: what the plan says, and what happened."""
         activations = self.bench.activations[self.tokens]
         self.details = {
-            "streamed a pass, GB": self.plan.streamed_bytes / GB,
-            "of it from disk, GB": self.plan.disk_bytes / GB,
+            "in host memory, GB": self.plan.cpu_bytes / GB,
+            "on disk, GB": self.plan.disk_bytes / GB,
+            "streamed a pass (the window keeps the rest), GB": self.plan.streamed_bytes / GB,
             "resident, GB": (self.plan.resident_bytes + self.plan.stays_nbytes) / GB,
             "window, GB": self.plan.window / GB,
             "peak allocated, GB": self.peak[0] / GB,
@@ -337,6 +338,7 @@ def in_a_row(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def of_one(timing: Timing) -> Timing:
+    """Seconds of one pass, of a series."""
     return Timing(tuple(seconds / SERIES for seconds in timing.samples))
 
 
@@ -407,10 +409,10 @@ def half_on_disk(bench: Bench) -> Row:
     rate = direct_rate(bench.files)
     read: list[float] = []
     with loaded(bench, budget) as ours:
-        assert ours.plan.disk_bytes == ours.plan.streamed_bytes
+        assert ours.plan.cpu_bytes == 0
         timing = _cold_passes(ours.run, drop, 5, read)
     rate += direct_rate(bench.files) + direct_rate(bench.files)
-    line = ours.plan.disk_bytes / rate.best
+    line = ours.plan.streamed_bytes / rate.best
     theirs, details = peer(bench, lambda: accelerate_auto(bench.folder, bench.shape, budget), 2, before=drop)
     return Row(
         name="disk",
@@ -423,9 +425,9 @@ def half_on_disk(bench: Bench) -> Row:
         targets=[
             Check.at_least("≥ 80 % of the line", line / timing.median, 0.8, "%"),
         ],
-        checks=[*ours.checks(), _was_cold(read, ours.plan.disk_bytes)],
+        checks=[*ours.checks(), _was_cold(read, ours.plan.streamed_bytes)],
         details=ours.details
-        | {"GB/s": ours.plan.disk_bytes / timing.median / GB, "disk read, GB": str(read)}
+        | {"GB/s": ours.plan.streamed_bytes / timing.median / GB, "disk read, GB": str(read)}
         | details,
     )
 
