@@ -38,12 +38,21 @@ def twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Net, Net]:
     return loaded(Net, save_checkpoint(reference, tmp_path), request.param), reference  # type: ignore[return-value]
 
 
+def _note_binds(unit: Any, seen: list[int]) -> None:
+    bind = unit.bind
+
+    def noting(root: nn.Module) -> None:
+        seen.append(unit.nbytes)
+        bind(root)
+
+    unit.bind = noting
+
+
 def _live_bytes_seen(model: nn.Module) -> list[int]:
     """Fills as the model runs: the sizes of the slabs that blocks computed with."""
     seen: list[int] = []
     for unit in streamed_units(model):
-        bind = unit.bind
-        unit.bind = lambda root, unit=unit, bind=bind: (seen.append(unit.nbytes), bind(root))[1]  # type: ignore[method-assign]
+        _note_binds(unit, seen)
     return seen
 
 

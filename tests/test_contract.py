@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import overspill
 from overspill.checkpoint.reader import FileReader
+from overspill.managed import managed
 from overspill.transfer import Transfer
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units, window_bytes_in_use
 
@@ -377,7 +378,9 @@ def test_the_window_is_never_exceeded_and_homes_are_shown_between_calls(model: N
         for _ in range(3):
             model(IDS)
             assert [id(parameter) for parameter in model.parameters()] == homes
-    window = sum(residency.window.nbytes for residency in overspill.managed.managed(model).residencies)  # type: ignore[attr-defined]
+    manager = managed(model)
+    assert manager is not None
+    window = sum(residency.window.nbytes for residency in manager.residencies)
     assert seen
     assert max(seen) <= window
     assert window < sum(parameter.nbytes for parameter in model.parameters())

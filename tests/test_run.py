@@ -265,7 +265,7 @@ def test_a_training_pass_between_inference_passes_leaves_normal_tensors(twins: T
 
 
 @pytest.mark.parametrize("recurrent", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_modules_which_keep_a_second_list_of_weights(recurrent: type[nn.RNNBase], twins: Twins) -> None:
+def test_recurrent_modules_which_keep_a_second_list_of_weights(recurrent: Any, twins: Twins) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
