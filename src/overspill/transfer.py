@@ -158,6 +158,7 @@ class _Readers:
         self._tasks.put((priority, next(self._order), task))
 
     def _work(self) -> None:
+        torch.set_grad_enabled(False)  # of this thread, once: a context at each chunk would hold the interpreter's lock
         while True:
             task = self._tasks.get()[2]
             task()
@@ -244,8 +245,7 @@ class _ChunkRead:
         nbytes, error = piece.nbytes, None
         try:
             if not fetch.cancelled and fetch.error is None:
-                with torch.inference_mode(False), torch.no_grad():
-                    transfer.land(piece, self._reader)
+                transfer.land(piece, self._reader)
         except BaseException as failure:  # it belongs to the call that needs the data, not to this thread
             error = _without_frames(failure)
         last = fetch.part_queued(transfer.disk_stream, nbytes, error)

@@ -40,6 +40,9 @@ class SourceFile:
     device: int
     inode: int
 
+    def __hash__(self) -> int:
+        return hash((self.inode, self.size, self.mtime_ns))  # asked for at each read, and paths are slow to hash
+
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> "SourceFile":
         """The file that is at `path` now."""
