@@ -217,7 +217,11 @@ def test_blocks_called_one_by_one_without_the_model(twins: Twins, device: str) -
 
 
 def test_a_model_that_is_itself_one_unit(twins: Twins) -> None:
-    assert_same(*twins(lambda: nn.Linear(512, 1024)), torch.randn(2, 512))
+    model, reference = twins(lambda: nn.Linear(512, 1024))
+    assert_same(model, reference, torch.randn(2, 512), passes=1)
+    call = model._compiled_call_impl
+    assert_same(model, reference, torch.randn(2, 512), passes=3)
+    assert model._compiled_call_impl is call, "the interception wraps itself again and again"
 
 
 def test_user_hooks_see_live_weights_and_their_results_count(twins: Twins) -> None:

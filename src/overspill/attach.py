@@ -4,13 +4,14 @@ Note: where a call is intercepted. `nn.Module.__call__` runs `_compiled_call_imp
 `block.compile()` puts the compiled call. Standing there, we are outside the compiled region of each way to compile a
 block (`block.compile()`, `torch.compile(block)`, a compiled `block.forward`), inside activation checkpointing (which
 overrides `__call__`), and our `finally` also runs on KeyboardInterrupt, which forward hooks do not see. Copies and
-pickles of a module drop that attribute by themselves. A compiler that traces the model around the block does not look
-there, but it looks at hooks: one that must not be traced makes it stop before the block and call it as everyone does.
+pickles of a module drop that attribute by themselves. A compiler that traces the model around the block goes straight
+to the block's forward unless the block has hooks: an empty one makes it call the block as everyone does, meet us, and
+break its graph there.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -98,22 +99,22 @@ Scope = UnitScope | AlignScope | ModelScope
 
 
 class Interception:
-    """One module's calls, led through a scope. `refresh` keeps it in place when the module is compiled later."""
+    """One module's calls, led through scopes. `refresh` keeps it in place when the module is compiled later."""
 
-    def __init__(self, module: nn.Module, make_scope: Callable[[], Scope], *, opaque: bool) -> None:
+    def __init__(self, module: nn.Module, make_scopes: Sequence[Callable[[], Scope]]) -> None:
         self._module = module
-        self._make_scope = make_scope
+        self._make_scopes = make_scopes
         self._guard: RemovableHandle | None = None
         self._known_to_dynamo = False
         self._lock = threading.Lock()
         self._inner: Call | None = module._compiled_call_impl
-        if opaque and self._inner is None:
-            self._guard = module.register_forward_pre_hook(_not_traced, prepend=True)
+        if self._inner is None:
+            self._guard = module.register_forward_pre_hook(_empty_hook, prepend=True)
         self._install()
 
     def _install(self) -> None:
         inner: Call = self._inner if self._inner is not None else self._module._call_impl
-        self._call = _intercepted(inner, self._make_scope)
+        self._call = _intercepted(inner, self._make_scopes)
         self._known_to_dynamo = _dynamo_is_loaded()
         self._module._compiled_call_impl = self._call
 
@@ -134,18 +135,26 @@ def _dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules  # importing it ourselves would take longer than all of overspill
 
 
-def _not_traced(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A hook that only makes a compiler stop in front of a streamed block."""
+def _empty_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Does nothing. That a module has a hook keeps a compiler around it from going straight to its forward."""
 
 
-def _intercepted(inner: Call, make_scope: Callable[[], Scope]) -> Call:
+def _intercepted(inner: Call, make_scopes: Sequence[Callable[[], Scope]]) -> Call:
     def enter(scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        scope = make_scope()
-        scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
-        return scope.enter(args, kwargs)
+        for make_scope in make_scopes:
+            scope = make_scope()
+            scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
+            args, kwargs = scope.enter(args, kwargs)
+        return args, kwargs
 
     def leave(scopes: list[Scope], output: Any) -> Any:
-        return scopes[0].leave(output) if scopes else output
+        while scopes:
+            try:
+                output = scopes.pop().leave(output)
+            except BaseException:
+                leave(scopes, None)
+                raise
+        return output
 
     if _dynamo_is_loaded():
         enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)

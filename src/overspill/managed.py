@@ -1,13 +1,13 @@
 """A model that overspill manages: what it was planned as, where its units are, and how its calls are led."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from overspill.attach import AlignScope, Interception, ModelScope, UnitScope
+from overspill.attach import AlignScope, Interception, ModelScope, Scope, UnitScope
 from overspill.offload_folder import OffloadFolder
 from overspill.plan import Plan, Tier
 from overspill.residency import Residency, Root, StreamedUnit
@@ -32,41 +32,19 @@ class Managed:
         self.plan = plan
         self.folder = folder
         self.residencies: list[Residency] = []
-        self._interceptions: list[Interception] = []
+        scopes: dict[nn.Module, list[Callable[[], Scope]]] = {}
         for device, roots in _roots(model, plan, units).items():
-            self._stream(Residency(roots, windows[device], transfers[device]), roots)
-        if len({placement.device for placement in plan.placements}) > 1:
-            self._align(model)
-        if self._interceptions:
-            self._intercept_model(model)
-
-    def _stream(self, residency: Residency, roots: Sequence[Root]) -> None:
-        self.residencies.append(residency)
-        for root in roots:
-            make_scope = partial(UnitScope, root, residency)
-            self._interceptions.append(Interception(root.module, make_scope, opaque=True))
-
-    def _align(self, model: nn.Module) -> None:
-        """Several compute devices: what is resident has its inputs brought to it."""
-        for placement in self.plan.placements:
-            if placement.tier is Tier.DEVICE:
-                for path in placement.unit.roots:
-                    self._align_module(model.get_submodule(path), placement.device)
-        owners = {name.rpartition(".")[0] for name in self.plan.stays}
-        roots = {path for placement in self.plan.placements for path in placement.unit.roots}
-        for owner in sorted(owners):
-            module = model.get_submodule(owner)
-            if not any(owner == root or owner.startswith(f"{root}.") for root in roots) and not any(module.children()):
-                self._align_module(module, self.plan.device)
-
-    def _align_module(self, module: nn.Module, device: torch.device) -> None:
-        self._interceptions.append(Interception(module, partial(AlignScope, device), opaque=False))
-
-    def _intercept_model(self, model: nn.Module) -> None:
-        skip = getattr(model, "_skip_keys_device_placement", None) or ()
-        keys = frozenset([skip] if isinstance(skip, str) else skip)
-        make_scope = partial(ModelScope, self.plan.device, keys, self.refresh)
-        self._interceptions.append(Interception(model, make_scope, opaque=False))
+            residency = Residency(roots, windows[device], transfers[device])
+            self.residencies.append(residency)
+            for root in roots:
+                scopes.setdefault(root.module, []).append(partial(UnitScope, root, residency))
+        if len(plan.devices) > 1:
+            for module, device in _aligned(model, plan):
+                scopes.setdefault(module, []).append(partial(AlignScope, device))
+        if scopes:  # around all others, also where the model is itself a unit
+            around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
+            scopes.setdefault(model, []).insert(0, around)
+        self._interceptions = [Interception(module, makers) for module, makers in scopes.items()]
 
     def refresh(self) -> None:
         """Keep every interception in place: modules may have been compiled since the last call."""
@@ -90,6 +68,25 @@ def _roots(model: nn.Module, plan: Plan, units: Mapping[str, StreamedUnit]) -> d
             root = roots.setdefault(placement.device, {}).setdefault(path, Root(path, model.get_submodule(path)))
             root.units.append(units[placement.unit.name])
     return {device: list(by_path.values()) for device, by_path in roots.items()}
+
+
+def _aligned(model: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, torch.device]]:
+    """What is resident in a model that computes on several devices: its inputs must be brought to it."""
+    for placement in plan.placements:
+        if placement.tier is Tier.DEVICE:
+            for path in placement.unit.roots:
+                yield model.get_submodule(path), placement.device
+    roots = {path for placement in plan.placements for path in placement.unit.roots}
+    for owner in sorted({name.rpartition(".")[0] for name in plan.stays}):
+        module = model.get_submodule(owner)
+        if not any(owner == root or owner.startswith(f"{root}.") for root in roots) and not any(module.children()):
+            yield module, plan.device
+
+
+def _skipped_keys(model: nn.Module) -> frozenset[str]:
+    """Arguments and results that look after their own devices, as Transformers' models name them."""
+    keys = getattr(model, "_skip_keys_device_placement", None) or ()
+    return frozenset([keys] if isinstance(keys, str) else keys)
 
 
 def manage(model: nn.Module, managed: Managed) -> None:
