@@ -2,6 +2,10 @@
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ import overspill
 from overspill.managed import managed
 from overspill.movement import to_device
 from overspill.plan import Plan, Tier
-from overspill.residency import StreamedUnit
+from overspill.streamed import StreamedUnit
 from overspill.windows import usual_window
 
 TIERS = ["cpu", "disk", "mixed"]
@@ -123,3 +127,18 @@ def window_bytes_in_use(model: nn.Module) -> int:
     manager = managed(model)
     assert manager is not None
     return sum(r.window.nbytes - r.window.free_bytes() for r in manager.residencies)
+
+
+def run_program(program: str, timeout: float = 60) -> str:
+    """What `program` prints, run by a Python of its own: for what would take this one down."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
+    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr}"
+    return result.stdout

@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -36,9 +35,9 @@ from overspill.errors import (
     OverspillError,
 )
 from overspill.managed import managed
-from overspill.residency import StreamedUnit
+from overspill.streamed import StreamedUnit
 from overspill.transfer import DEMANDED, PREFETCHED
-from support import Net, aligned, loaded, save_checkpoint, streamed_units, window_bytes_in_use
+from support import Net, aligned, loaded, run_program, save_checkpoint, streamed_units, window_bytes_in_use
 
 IDS = torch.arange(24).view(2, 12)
 BLOCKS = 6
@@ -153,21 +152,6 @@ def skeleton() -> nn.Module:
 def load_cast(model: nn.Module, checkpoint: Path, folder: Path) -> nn.Module:
     """All on disk, and all converted into `folder`."""
     return overspill.load(model, checkpoint, max_memory={}, dtype=torch.float64, offload_folder=folder, progress=False)
-
-
-def run_program(program: str, timeout: float = 60) -> str:
-    """What `program` prints, run by a Python of its own: for what would take this one down."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-    )
-    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr}"
-    return result.stdout
 
 
 # ---------------------------------------------------------------- a checkpoint that changes while in use

@@ -8,10 +8,8 @@ import json
 import os
 import re
 import stat
-import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ import overspill
 from overspill import loading, managed
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import CheckpointMismatchError, PlanError, StateError
-from support import TIERS, Block, Net, aligned, placed, save_checkpoint, streamed_units
+from support import TIERS, Block, Net, aligned, placed, run_program, save_checkpoint, streamed_units
 
 IDS = torch.arange(24).view(2, 12)
 ALL_TIERS = [*TIERS, "device"]
@@ -413,21 +411,6 @@ def test_a_forked_child_that_ends_leaves_its_parents_folder_alone(checkpoint: Pa
     """
     run_program(program)
     assert content(tmp_path / "offload") == {}, "the parent's own end removes it"
-
-
-def run_program(program: str, timeout: float = 60) -> str:
-    """What `program` prints, run by a Python of its own: for what would take this one down."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 # ---------------------------------------------------------------- what does not fit

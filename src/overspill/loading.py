@@ -21,9 +21,9 @@ from overspill.matching import Match
 from overspill.offload_folder import OffloadFolder, padded, write_all
 from overspill.plan import Placement, Plan, Tier
 from overspill.progress import Progress
-from overspill.residency import StreamedUnit, refresh_flat_weights, table_of
 from overspill.slab import Layout, Window
 from overspill.store import DiskStore, HostStore, merged
+from overspill.streamed import StreamedUnit, refresh_flat_weights, table_of
 from overspill.tensors import TensorGroup, TensorSpec
 from overspill.transfer import Piece, Transfer
 

@@ -10,8 +10,9 @@ from torch import nn
 from overspill.attach import AlignScope, Interception, ModelScope, Scope, UnitScope
 from overspill.offload_folder import OffloadFolder
 from overspill.plan import Plan, Tier
-from overspill.residency import Residency, Root, StreamedUnit
+from overspill.residency import Residency, Root
 from overspill.slab import Window
+from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
 
 _ATTRIBUTE = "_overspill"

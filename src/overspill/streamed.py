@@ -1,0 +1,235 @@
+"""A streamed unit and its states, HOME -> FETCHING -> LIVE. The only file that writes `_parameters`.
+
+Note: states and what they cost on the compute device.
+  HOME      nothing. The modules show the homes.
+  FETCHING  a slab, being filled. The modules show the homes. Entered on demand, or ahead of it by the schedule.
+  LIVE      a slab, filled. The modules show live tensors, views of the slab, while at least one call uses the unit.
+            Unused, it stays until its room is wanted: then the slab is dropped. Nothing is copied back, since clean
+            weights are the same as their homes; what a forward did write goes home as soon as the call ends.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.devices import CPU
+from overspill.graph import onload
+from overspill.slab import Slab
+from overspill.store import Store
+from overspill.tensors import Place, TensorSpec
+from overspill.transfer import Fetch, Transfer
+
+
+class LiveParameter(nn.Parameter):
+    """A parameter to compute with. An edit through `.data` leaves no trace in its version, so it is noticed here."""
+
+    data_was_used = False
+
+    @property
+    def data(self) -> torch.Tensor:
+        self.data_was_used = True
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.data_was_used = True
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Bound:
+    """One entry of a module's table that shows something else than its home at the moment."""
+
+    table: dict[str, Any]
+    name: str
+    home: torch.Tensor
+    shown: torch.Tensor
+    version: int
+
+    def undo(self) -> None:
+        if self.table.get(self.name) is self.shown:
+            self.table[self.name] = self.home
+
+
+class StreamedUnit:
+    """One unit that comes to the compute device when it is needed. Its residency serialises every call."""
+
+    def __init__(
+        self, name: str, store: Store, places: Sequence[Sequence[Place]], device: torch.device, *, kept: bool
+    ) -> None:
+        self.name, self.store, self.device = name, store, device
+        self.nbytes = store.layout.nbytes
+        self.kept = kept  # the window has room for it beside what streams through: once there, it stays
+        self.users = 0
+        self.slab: Slab | None = None
+        self.fetch: Fetch | None = None
+        self._places = places
+        self._live: list[torch.Tensor] = []
+        self._stamps: list[object] = []
+        self._versions: list[int] = []
+        self._bound: list[_Bound] = []
+        self._strays: list[_Bound] = []
+        self._bound_with_grad = False
+
+    # HOME -> FETCHING, and back to HOME from anywhere.
+
+    def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
+        self._stamps = self.store.stamps()
+        self.slab = slab
+        self.fetch = self.store.fetch(slab, transfer, priority)
+
+    def drop(self) -> Fetch | None:
+        """Give up the slab. The fetch that still fills it, if any, keeps the memory until it has ended."""
+        self.collect_writes()
+        fetch, self.fetch = self.fetch, None
+        self.slab, self._live = None, []
+        if fetch is None or fetch.finished():
+            return None
+        fetch.cancel()
+        return fetch
+
+    # FETCHING -> LIVE: the bytes have been waited for.
+
+    def make_live(self) -> None:
+        """Build the live tensors where there are none, and bring those up to date whose homes were edited since."""
+        assert self.slab is not None
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._live:
+                self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
+                self._versions = [live._version for live in self._live]
+            stamps = self.store.stamps()
+            if stamps != self._stamps:
+                self._refresh_edited(stamps)
+
+    def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
+        view = self.store.layout.view(slab.memory, index).data  # .data: views share a version, each needs its own
+        home = self.store.homes[index]
+        if not isinstance(home, nn.Parameter):
+            return view
+        requires_grad = home.requires_grad
+        live = LiveParameter(view, requires_grad=requires_grad)
+        if requires_grad:
+            # Only for code that turns gradients on inside a call that had them off: see `bind` for the usual way.
+            live._post_accumulate_grad_hooks = OrderedDict({0: _GradientGoesHome(home)})
+        return live
+
+    def _refresh_edited(self, stamps: list[object]) -> None:
+        for index, live in enumerate(self._live):
+            if stamps[index] != self._stamps[index]:
+                self._refresh(index, live)
+        self._stamps = stamps
+
+    def _refresh(self, index: int, live: torch.Tensor) -> None:
+        home = self.store.homes[index]
+        if TensorSpec.of(home) == self.store.layout.specs[index]:
+            self.store.refresh(index, live)
+        else:  # a home that was given another dtype or shape has no room in the slab
+            live = nn.Parameter(home.to(self.device), home.requires_grad) if isinstance(home, nn.Parameter) else home
+            self._live[index] = live
+        self._versions[index] = live._version
+
+    # LIVE: the modules show the live tensors while somebody uses the unit.
+
+    def bind(self, root: nn.Module) -> None:
+        """Show the live tensors. With gradients on, as results of `onload`, which brings gradients to the homes."""
+        with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if self._bound and (self._bound_with_grad or not with_grad):
+            return
+        self._unbind_tensors()
+        self._bound_with_grad = with_grad
+        for index, live in enumerate(self._live):
+            home = self.store.homes[index]
+            shown = onload(home, live.detach()) if with_grad and home.requires_grad else live
+            for place in self._places[index]:
+                self._show(place, home, shown)
+        if not self._strays:
+            self._bind_strays(root)
+
+    def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor) -> None:
+        table = table_of(place)
+        if table.get(place.name) is not home:
+            return  # the user put another tensor there: that one is the truth now
+        table[place.name] = shown
+        self._bound.append(_Bound(table, place.name, home, shown, shown._version))
+        refresh_flat_weights(place.module)
+
+    def _bind_strays(self, root: nn.Module) -> None:
+        """Bring along what was added to the unit's modules after planning: adapters, replaced weights."""
+        if self.device.type == "cpu":
+            return
+        for module in root.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.device != self.device:
+                        moved = tensor.to(self.device)
+                        table[name] = moved
+                        self._strays.append(_Bound(table, name, tensor, moved, moved._version))
+
+    def unbind(self) -> None:
+        """Show the homes again, once what the forward wrote has gone there."""
+        self.collect_writes()
+        self._unbind_tensors()
+        for stray in self._strays:
+            if stray.shown._version != stray.version:
+                with torch.no_grad():
+                    stray.home.copy_(stray.shown)
+            stray.undo()
+        self._strays = []
+
+    def _unbind_tensors(self) -> None:
+        for bound in self._bound:
+            bound.undo()
+        self._bound = []
+        for places in self._places:
+            for place in places:
+                refresh_flat_weights(place.module)
+
+    def collect_writes(self) -> None:
+        """Send home what was written to live tensors."""
+        with torch.inference_mode(False), torch.no_grad():
+            for index, live in enumerate(self._live):
+                if live._version == self._versions[index] and not self._edited_through_data(index, live):
+                    continue
+                self.store.absorb(index, live.detach())
+                self._versions[index] = live._version
+                self._stamps[index] = self.store.stamps()[index]
+
+    def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
+        if not getattr(live, "data_was_used", False):
+            return False
+        assert isinstance(live, LiveParameter)
+        live.data_was_used = False
+        # Most uses of .data only read (compilers do). Comparing is slow, but an edit that never happened costs memory.
+        before = torch.empty_like(live, device="cpu")
+        self.store.refresh(index, before)
+        return not torch.equal(before.view(-1).view(torch.uint8), live.detach().cpu().view(-1).view(torch.uint8))
+
+
+class _GradientGoesHome:
+    """A gradient that reached a live parameter itself is added to its home's."""
+
+    def __init__(self, home: torch.Tensor) -> None:
+        self._home = home
+
+    def __call__(self, live: torch.Tensor) -> None:
+        assert live.grad is not None
+        gradient = live.grad.detach().to(CPU)  # where homes are
+        live.grad = None
+        self._home.grad = gradient if self._home.grad is None else self._home.grad + gradient
+
+
+def table_of(place: Place) -> dict[str, Any]:
+    """The module's own table in which the tensor of `place` hangs."""
+    module = place.module
+    return module._parameters if place.name in module._parameters else module._buffers
+
+
+def refresh_flat_weights(module: nn.Module) -> None:
+    """Recurrent modules keep a second list of their weights, which must show the same tensors."""
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in module._flat_weights_names]
