@@ -956,3 +956,19 @@ def test_a_child_forked_while_a_prefetch_is_on_its_way_does_not_wait_for_it(tmp_
         assert torch.equal(model(ids), reference(ids))
     """
     run_forks(program, tmp_path, "disk")
+
+
+def test_a_program_that_ends_while_reads_are_under_way_ends_well(checkpoint: Path) -> None:
+    program = f"""
+        import os, time, torch
+        from pathlib import Path
+        from support import Net, loaded
+
+        preadv = os.preadv
+        os.preadv = lambda *args: (time.sleep(0.002), preadv(*args))[1]
+        model = loaded(lambda: Net(blocks={BLOCKS}), Path({str(checkpoint)!r}), "disk")
+        with torch.no_grad():
+            model(torch.arange(4))
+    """
+    for _ in range(6):  # without an orderly end, one in ten aborted
+        run_program(program)

@@ -200,7 +200,7 @@ def test_two_gigabytes_on_disk_run_within_the_window_and_faster_than_with_accele
     our_median, their_median = (statistics.median(itertools.chain(*seconds)) for seconds in zip(*turns, strict=True))
     print(f"memory grew by {found['growth'] / 1e6:.0f} MB; the window is {found['window'] / 1e6:.0f} MB")  # noqa: T201
     print(f"{our_median:.3f} s a pass; Accelerate {their_median:.3f} s, {their_median / our_median:.2f} times as long")  # noqa: T201
-    # About 2.1 times with two cores of its own; docs/benchmarks.md says what limits it. Here others may use the cores.
+    # docs/benchmarks.md has the ratio, and what limits it. Here other tests may use the cores.
     assert their_median > our_median
 
 

@@ -1,5 +1,6 @@
 """Bytes on their way: reader threads, the pinned ring and the copy streams. The only file that makes streams."""
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -28,7 +29,7 @@ from overspill.slab import Slab
 CHUNK = 16 * MIB
 """Bytes a read: large enough for a disk's and the link's full rate, small enough to share among threads."""
 
-DEMANDED, PREFETCHED = 0, 1
+_STOP, DEMANDED, PREFETCHED = -1, 0, 1
 """What a computation waits for is read before what it may want later."""
 
 
@@ -149,18 +150,31 @@ class _Readers:
     """The process's reader threads. They serve every model, nearest need first."""
 
     def __init__(self) -> None:
-        self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._tasks: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._order = itertools.count()
-        for index in range(reader_threads()):
-            threading.Thread(target=self._work, name=f"overspill-reader-{index}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"overspill-reader-{index}", daemon=True)
+            for index in range(reader_threads())
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, priority: int, task: Callable[[], None]) -> None:
         self._tasks.put((priority, next(self._order), task))
+
+    def stop(self) -> None:
+        """End the threads, each behind the chunk that it reads: Python would end them inside torch, which aborts."""
+        for _ in self._threads:
+            self._tasks.put((_STOP, next(self._order), None))
+        for thread in self._threads:
+            thread.join(timeout=10)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)  # of this thread, once: a context at each chunk would hold the interpreter's lock
         while True:
             task = self._tasks.get()[2]
+            if task is None:
+                return
             task()
             del task  # a thread that waits for work must not keep the last task's memory alive
 
@@ -322,3 +336,9 @@ def _forget_threads() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_threads)
+
+
+@atexit.register
+def _stop_threads() -> None:
+    if _shared_readers is not None:
+        _shared_readers.stop()
