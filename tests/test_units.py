@@ -1,4 +1,6 @@
+import gc
 import time
+import timeit
 from typing import Any
 
 import pytest
@@ -396,9 +398,12 @@ def test_however_a_model_is_tied_and_cut_each_tensor_is_somewhere_once(data):
 def test_cutting_takes_time_in_proportion_to_the_tensors():
     def seconds(blocks: int) -> float:
         model = nn.ModuleList(Block() for _ in range(blocks))
-        start = time.process_time()
-        cut(model)
-        return time.process_time() - start
+        gc.collect()
+        gc.disable()  # it would look through all that other tests have left
+        try:
+            return min(timeit.repeat(lambda: cut(model), timer=time.process_time, number=1, repeat=3))
+        finally:
+            gc.enable()
 
     seconds(100)
-    assert seconds(4000) < 20 * seconds(500), "eight times the tensors; a quadratic cut would take 64 times as long"
+    assert seconds(4000) < 32 * seconds(500), "eight times the tensors; a quadratic cut would take 64 times as long"
