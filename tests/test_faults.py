@@ -135,7 +135,7 @@ def drain() -> None:
     done, count = threading.Event(), transfer.reader_threads()
     barrier = threading.Barrier(count, action=done.set)
     for _ in range(count):
-        transfer._readers().submit(PREFETCHED + 1, lambda: barrier.wait(timeout=30))  # type: ignore[arg-type, return-value]
+        transfer._readers().submit(PREFETCHED, lambda: barrier.wait(timeout=30))  # type: ignore[arg-type, return-value]
     assert done.wait(timeout=30)
 
 

@@ -8,12 +8,14 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from overspill.skeleton import empty_weights
 
@@ -319,3 +321,41 @@ def test_the_skeleton_of_a_70b_llama_takes_next_to_no_memory() -> None:
     result = json.loads(printed.splitlines()[-1])
     assert result.pop("growth") < 150e6  # at its highest, so that what was freed again counts too
     assert result == {"parameters": 70_553_706_496, "real": 0, "meta buffers": 0}
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the names of the operations that reach torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        nn.init.normal_,
+        nn.init.uniform_,
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        nn.init.trunc_normal_,
+        lambda weight: weight.data.normal_(0, 0.02),
+    ],
+    ids=["normal", "uniform", "kaiming", "xavier", "truncated", "data"],
+)
+def test_random_initialisation_of_what_has_no_memory_is_skipped(fill: Any) -> None:
+    """torch works out shapes and dtypes for it in Python: most of the time that a skeleton takes."""
+    operations = _Operations()
+    with empty_weights(), operations:
+        layer = nn.Linear(8, 8)
+        fill(layer.weight)
+        real = torch.empty(8).fill_(2)
+        nn.init.normal_(real)
+    randoms = [name for name in operations.names if name.startswith(("normal_", "uniform_", "erfinv_"))]
+    assert randoms == ["normal_.default"]  # the real tensor's, and no other
+    assert not torch.equal(real, torch.full((8,), 2.0))
+    assert layer.weight.is_meta and layer.weight.requires_grad
