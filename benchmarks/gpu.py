@@ -23,6 +23,7 @@ from torch import nn
 
 import overspill
 from overspill import Plan
+from overspill.devices import pinned_bytes
 
 DEVICE: Final = torch.device("cuda", 0)
 SHARDS: Final = 5
@@ -322,6 +323,60 @@ def half_resident(bench: Bench) -> Row:
     )
 
 
+def adopted(bench: Bench) -> Row:
+    """Accelerate's own model, half of it on the CPU, before and after it is adopted."""
+    budget: Budget = {0: bench.half(), "cpu": HOST}
+    rate = bench.link.rate()
+    model = accelerate_auto(bench.folder, bench.shape, budget)
+    moved = offloaded_bytes(model, bench.state)
+    before = bench.same_bits(model)
+    theirs = repeat(bench.passes(model), 3, warm_up=0)
+    pinning = _pinning_times(moved)
+    start = perf_counter()
+    overspill.adopt(model)
+    synchronize()
+    adoption = perf_counter() - start
+    same = bench.same_bits(model)
+    timing = repeat(bench.passes(model), 20, warm_up=2)
+    same &= bench.same_bits(model)
+    overspill.restore(model)
+    same &= bench.same_bits(model)
+    del model
+    free()
+    rate += bench.link.rate()
+    return Row(
+        name="adopt",
+        what="one token, half resident, adopted from Accelerate",
+        ours=timing,
+        line=moved / rate.best,
+        line_is=f"link, {rate}",
+        peer=theirs,
+        peer_is="Accelerate",
+        targets=[
+            Check.at_least("≥ 7 × Accelerate", theirs.median / timing.median, 7),
+            Check.at_most("adoption ≤ 1.5 × the time of pinning the same bytes", adoption / pinning.median, 1.5),
+        ],
+        checks=[Check("same bits as the plain model, also restored", "yes" if same else "no", same)],
+        details={
+            "offloaded, GB": moved / GB,
+            "adoption, s": adoption,
+            "pinning fresh memory of that size, s": str(pinning),
+            "Accelerate's same bits": before,
+        },
+    )
+
+
+def _pinning_times(nbytes: int) -> Timing:
+    """Seconds to take and pin as much host memory, the way that a load does."""
+    samples = []
+    for _ in range(3):
+        start = perf_counter()
+        pages = pinned_bytes(nbytes, DEVICE)
+        samples.append(perf_counter() - start)
+        del pages
+    return Timing(tuple(samples))
+
+
 SERIES: Final = 4
 """Prompts that follow each other, timed as one. A pass ends by fetching the next one's first units: waiting for those
 alone, with nothing left to compute, is no part of a series."""
@@ -472,6 +527,7 @@ ROWS: Final[Mapping[str, Callable[[Bench], Row]]] = {
     "load-warm": load_warm,
     "cpu": all_on_cpu,
     "half": half_resident,
+    "adopt": adopted,
     "prefill": prefill,
     "load-cold": load_cold,
     "disk": half_on_disk,

@@ -13,11 +13,17 @@ os.environ.update(
     }
 )
 
+import threading
+from collections import Counter
 from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
+
+from overspill.checkpoint.reader import FileReader
+from overspill.transfer import Transfer
 
 # A failure must come back on the next run, on any machine, however slow.
 hypothesis.settings.register_profile("overspill", database=None, deadline=None, derandomize=True, print_blob=True)
@@ -53,3 +59,32 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def device(request: pytest.FixtureRequest) -> str:
     """Where the model computes: a test that takes this runs on the CPU here, and on a GPU with `make gpu-test`."""
     return str(request.param)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes read from disk and copied from host memory since this was last cleared."""
+    count: Counter[str] = Counter()
+    lock = threading.Lock()  # several threads read at once
+    read, read_aligned, from_host = FileReader.read, FileReader.read_aligned, Transfer.from_host
+
+    def note(tier: str, nbytes: int) -> None:
+        with lock:
+            count[tier] += nbytes
+
+    def counting_read(self: FileReader, file: Any, offset: int, target: memoryview) -> None:
+        note("disk", len(target))
+        read(self, file, offset, target)
+
+    def counting_read_aligned(self: FileReader, file: Any, offset: int, nbytes: int, scratch: memoryview) -> int:
+        note("disk", nbytes)
+        return read_aligned(self, file, offset, nbytes, scratch)
+
+    def counting_copy(self: Transfer, sources: Any, slab: Any) -> Any:
+        note("cpu", sum(source.nbytes for _, source in sources))
+        return from_host(self, sources, slab)
+
+    monkeypatch.setattr(FileReader, "read", counting_read)
+    monkeypatch.setattr(FileReader, "read_aligned", counting_read_aligned)
+    monkeypatch.setattr(Transfer, "from_host", counting_copy)
+    return count

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,9 @@ import overspill
 from models import ARCHITECTURES, IDS, MASK, Architecture, randomized
 from overspill import units
 from overspill.checkpoint.index import SourceFile
-from overspill.checkpoint.reader import FileReader
 from overspill.plan import Placement, Plan, Tier
 from overspill.store import merged
-from overspill.transfer import Piece, Transfer
+from overspill.transfer import Piece
 from overspill.windows import usual_window
 from support import TIERS, aligned, loaded, placed, save_checkpoint, streamed_units
 
@@ -48,28 +46,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(params=TIERS)
 def tier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes read from disk and copied from host memory since this was last cleared."""
-    count: Counter[str] = Counter()
-    lock = threading.Lock()  # several threads read at once
-    read, from_host = FileReader.read, Transfer.from_host
-
-    def counting_read(self: FileReader, file: Any, offset: int, target: memoryview) -> None:
-        with lock:
-            count["disk"] += len(target)
-        read(self, file, offset, target)
-
-    def counting_copy(self: Transfer, source: torch.Tensor, slab: Any) -> Any:
-        with lock:
-            count["cpu"] += source.nbytes
-        return from_host(self, source, slab)
-
-    monkeypatch.setattr(FileReader, "read", counting_read)
-    monkeypatch.setattr(Transfer, "from_host", counting_copy)
-    return count
 
 
 @pytest.fixture

@@ -14,9 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import overspill
-from overspill.checkpoint.reader import FileReader
 from overspill.managed import managed
-from overspill.transfer import Transfer
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units, window_bytes_in_use
 
 
@@ -33,30 +31,6 @@ def reference(device: str) -> Net:
 @pytest.fixture
 def model(tier: str, device: str, reference: Net, tmp_path: Path) -> Net:
     return loaded(Net, save_checkpoint(reference, tmp_path / "checkpoint"), tier, device)  # type: ignore[return-value]
-
-
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes read from disk and copied from host memory since the test began."""
-    count = {"disk": 0, "cpu": 0}
-    read, read_aligned, from_host = FileReader.read, FileReader.read_aligned, Transfer.from_host
-
-    def counting_read(self: FileReader, file: Any, offset: int, target: memoryview) -> None:
-        count["disk"] += len(target)
-        read(self, file, offset, target)
-
-    def counting_read_aligned(self: FileReader, file: Any, offset: int, nbytes: int, scratch: memoryview) -> int:
-        count["disk"] += nbytes
-        return read_aligned(self, file, offset, nbytes, scratch)
-
-    def counting_copy(self: Transfer, source: torch.Tensor, slab: Any) -> Any:
-        count["cpu"] += source.nbytes
-        return from_host(self, source, slab)
-
-    monkeypatch.setattr(FileReader, "read", counting_read)
-    monkeypatch.setattr(FileReader, "read_aligned", counting_read_aligned)
-    monkeypatch.setattr(Transfer, "from_host", counting_copy)
-    return count
 
 
 IDS = torch.arange(24).view(2, 12)

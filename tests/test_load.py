@@ -834,7 +834,7 @@ def test_no_room_for_the_window_leaves_the_model_as_it_was(
 ) -> None:
     model = skeleton(Net)
 
-    def no_room(*_: object) -> None:
+    def no_room(*_: object, **__: object) -> None:
         raise MemoryError("no room for the window")
 
     with monkeypatch.context() as patch:

@@ -358,4 +358,5 @@ def test_random_initialisation_of_what_has_no_memory_is_skipped(fill: Any) -> No
     randoms = [name for name in operations.names if name.startswith(("normal_", "uniform_", "erfinv_"))]
     assert randoms == ["normal_.default"]  # the real tensor's, and no other
     assert not torch.equal(real, torch.full((8,), 2.0))
-    assert layer.weight.is_meta and layer.weight.requires_grad
+    assert layer.weight.is_meta
+    assert layer.weight.requires_grad

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from overspill.errors import PlanError, StateError
 from overspill.loading import Loader
 from overspill.managed import managed
 from overspill.matching import match
+from overspill.offloading import Offloaded, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
 from overspill.planner import make_plan
 from overspill.tensors import tensor_groups
@@ -91,4 +93,83 @@ def load(
     for device in plan.devices:
         compute_device(device)  # a plan can be made anywhere, but must be carried out where its devices are
     Loader(model, plan, groups, matches, folder=offload_folder, progress=progress).run()
+    return model
+
+
+def offload(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    to: Literal["cpu", "disk"] | None = None,
+    modules: str | Collection[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    device: torch.device | str | int | None = None,
+    min_bytes: int | None = None,
+) -> Offloaded:
+    """Move a model that is in memory, or parts of it, to host memory or disk, and stream it from there when it runs.
+
+    Parameters stay the objects that they are, so an optimizer goes on working, and `restore` undoes it. Everything is
+    done or nothing: after an error the model is as it was. Aliases that were made before (`parameter.data`, views,
+    arrays) keep the old memory.
+
+    Args:
+        model: A module, or a model with `modules` in it.
+        plan: From `overspill.plan`: all of the model goes where it says.
+        to: Without a plan, where all of it goes. What is on "cpu" can move to "disk" and back.
+        modules: Dotted paths in `model`; a container means all in it. None: all of it.
+        folder: Where files go, one folder a module. None: a temporary folder that ends with the model.
+        device: Where it computes. None: where it is now.
+        min_bytes: Modules whose own tensors are less than this in all stay. 4096 if not given.
+    """
+    if (plan is None) == (to is None):
+        raise PlanError("offload needs to know where to: pass a plan, or to='cpu' or to='disk', and not both")
+    if plan is not None:
+        given = {"modules": modules, "device": device, "min_bytes": min_bytes}
+        if useless := [name for name, value in given.items() if value is not None]:
+            raise PlanError(f"{', '.join(useless)} has no effect beside a plan, which says it all. Leave it out")
+        return offload_by_plan(model, plan, folder)
+    assert to is not None
+    least = 4096 if min_bytes is None else min_bytes
+    return offload_parts(model, to=to, modules=modules, folder=folder, device=device, min_bytes=least)
+
+
+def restore(
+    model: nn.Module,
+    *,
+    modules: str | Collection[str] | None = None,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+    delete: bool = False,
+) -> nn.Module:
+    """Make a model, or parts of it, ordinary again: in memory, with all edits, and nothing of overspill left on it.
+
+    Args:
+        model: A module that is offloaded, or a model with such modules in it; one that Accelerate has dispatched is
+            adopted first. It is returned.
+        modules: Dotted paths in `model`. None: all that is offloaded.
+        device: Where to. None: where each tensor was before; for a model that was loaded, where it computes.
+        dtype: Cast floating-point tensors to this. None: each keeps its own.
+        delete: Remove the files that the offload wrote, and their folder if nothing else is in it.
+    """
+    dispatched = any("_hf_hook" in vars(module) for module in model.modules())
+    if dispatched:
+        adopt(model)
+    restore_parts(model, modules=modules, device=device, dtype=dtype, delete=delete, offloaded=not dispatched)
+    return model
+
+
+def adopt(model: nn.Module, plan: Plan | None = None) -> nn.Module:
+    """Take over a model that Accelerate has dispatched, and make it fast in place. Returns `model`.
+
+    Accelerate's hooks are removed. Weights in host memory are pinned where they lie, weights on disk are read where
+    they lie; nothing is copied, and each part stays on the device where it was. If anything fails, the model is as it
+    was, with its hooks.
+
+    Args:
+        model: From `from_pretrained(device_map=...)`, `dispatch_model`, `cpu_offload`, `disk_offload`, and so on.
+        plan: Put its parts where this says. None: leave each where Accelerate put it.
+    """
+    from overspill.adopting import adopt_model  # it looks for Accelerate, which few programs have loaded
+
+    adopt_model(model, plan)
     return model

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from overspill.devices import CPU
+from overspill.gate import Gate, Ticket
 from overspill.graph import saving_weights_as_notes
 from overspill.homes import ComputingOn
 from overspill.movement import tensors_in, to_device
@@ -101,9 +102,11 @@ Scope = UnitScope | AlignScope | ModelScope
 class Interception:
     """One module's calls, led through scopes. `refresh` keeps it in place when the module is compiled later."""
 
-    def __init__(self, module: nn.Module, make_scopes: Sequence[Callable[[], Scope]]) -> None:
+    def __init__(self, module: nn.Module, gate: Gate, make_scopes: Sequence[Callable[[], Scope]]) -> None:
         self._module = module
+        self._gate = gate
         self._make_scopes = make_scopes
+        self.removed = False
         self._guard: RemovableHandle | None = None
         self._known_to_dynamo = False
         self._lock = threading.Lock()
@@ -114,7 +117,7 @@ class Interception:
 
     def _install(self) -> None:
         inner: Call = self._inner if self._inner is not None else self._module._call_impl
-        self._call = _intercepted(inner, self._make_scopes)
+        self._call = self._intercepted(inner)
         self._known_to_dynamo = _dynamo_is_loaded()
         self._module._compiled_call_impl = self._call
 
@@ -130,6 +133,64 @@ class Interception:
                     self._guard = None
             self._install()
 
+    def remove(self) -> None:
+        """Leave the module as if nobody had stood there. A call that has just come this far finds that out itself."""
+        self.removed = True
+        with self._lock:
+            if self._guard is not None:
+                self._guard.remove()
+                self._guard = None
+            if self._module._compiled_call_impl is self._call:
+                if self._inner is not None:
+                    self._module._compiled_call_impl = self._inner
+                else:
+                    del self._module._compiled_call_impl  # the class has it too, as None
+
+    def _intercepted(self, inner: Call) -> Call:
+        gate, module, make_scopes = self._gate, self._module, self._make_scopes
+
+        def enter(scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            for make_scope in make_scopes:
+                scope = make_scope()
+                scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
+                args, kwargs = scope.enter(args, kwargs)
+            return args, kwargs
+
+        def leave(scopes: list[Scope], output: Any) -> Any:
+            while scopes:
+                try:
+                    output = scopes.pop().leave(output)
+                except BaseException:
+                    leave(scopes, None)
+                    raise
+            return output
+
+        through, back = gate.enter, gate.leave
+        if _dynamo_is_loaded():
+            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
+            through, back = torch.compiler.disable(through), torch.compiler.disable(back)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ticket = Ticket()
+            try:
+                through(ticket)
+                if self.removed:  # while this call waited at the gate
+                    return module(*args, **kwargs)
+                scopes: list[Scope] = []
+                output = None
+                try:
+                    args, kwargs = enter(scopes, args, kwargs)
+                    output = inner(*args, **kwargs)
+                finally:
+                    output = leave(scopes, output)
+                return output
+            finally:
+                back(ticket)
+
+        if _dynamo_is_loaded():
+            call = torch.compiler.disable(call, recursive=False)
+        return call
+
 
 def _dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules  # importing it ourselves would take longer than all of overspill
@@ -137,38 +198,3 @@ def _dynamo_is_loaded() -> bool:
 
 def _empty_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Does nothing. That a module has a hook keeps a compiler around it from going straight to its forward."""
-
-
-def _intercepted(inner: Call, make_scopes: Sequence[Callable[[], Scope]]) -> Call:
-    def enter(scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        for make_scope in make_scopes:
-            scope = make_scope()
-            scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
-            args, kwargs = scope.enter(args, kwargs)
-        return args, kwargs
-
-    def leave(scopes: list[Scope], output: Any) -> Any:
-        while scopes:
-            try:
-                output = scopes.pop().leave(output)
-            except BaseException:
-                leave(scopes, None)
-                raise
-        return output
-
-    if _dynamo_is_loaded():
-        enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        scopes: list[Scope] = []
-        output = None
-        try:
-            args, kwargs = enter(scopes, args, kwargs)
-            output = inner(*args, **kwargs)
-        finally:
-            output = leave(scopes, output)
-        return output
-
-    if _dynamo_is_loaded():
-        call = torch.compiler.disable(call, recursive=False)
-    return call

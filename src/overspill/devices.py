@@ -5,12 +5,13 @@ import functools
 import mmap
 import os
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
 
-from overspill.config import MIB
+from overspill.config import MIB, align
 from overspill.errors import BudgetError
 
 CPU = torch.device("cpu")
@@ -117,12 +118,7 @@ class HostPages(mmap.mmap):
         if device.type != "cuda" or self._registered:
             return
         address = self.address
-        status = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
-        if status:
-            raise BudgetError(
-                f"could not pin {len(self)} bytes of host memory for {device} (CUDA error {status}). "
-                "Lower the 'cpu' budget in max_memory, or raise the locked-memory limit (ulimit -l)"
-            )
+        _register(address, len(self), device)
         self._registered = address
 
     def __del__(self) -> None:
@@ -130,6 +126,48 @@ class HostPages(mmap.mmap):
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
+
+
+class PinnedRanges:
+    """Host memory that others allocated, pinned page by page where it lies: no copy is made of it."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]  # they must outlive their registration
+        self._ranges = _whole_pages((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+        self._registered: list[int] = []
+
+    def register(self, device: torch.device) -> None:
+        """Pin the pages for copies to `device`, once."""
+        if device.type != "cuda" or self._registered:
+            return
+        for start, end in self._ranges:
+            _register(start, end - start, device)
+            self._registered.append(start)
+
+    def __del__(self) -> None:
+        while self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+
+
+def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pages that `ranges` (address, bytes) touch, neighbours merged: a page can be registered only once."""
+    merged: list[tuple[int, int]] = []
+    for address, nbytes in sorted(ranges):
+        start, end = address // PAGE * PAGE, align(address + nbytes, PAGE)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _register(address: int, nbytes: int, device: torch.device) -> None:
+    status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if status:
+        raise BudgetError(
+            f"could not pin {nbytes} bytes of host memory for {device} (CUDA error {status}). "
+            "Lower the 'cpu' budget in max_memory, or raise the locked-memory limit (ulimit -l)"
+        )
 
 
 def host_bytes(pages: HostPages) -> torch.Tensor:
@@ -215,6 +253,17 @@ def record_event(device: torch.device, stream: torch.Stream | None = None) -> to
     event = torch.Event(device=device)
     event.record(stream if stream is not None else torch.accelerator.current_stream(device))
     return event
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that this thread computes on; None where the CPU computes."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def keep_for(stream: torch.Stream, arena: Arena) -> None:
+    """Once `arena` is freed, nobody gets its memory before `stream` is done with what it was asked to do until then."""
+    if isinstance(arena, torch.Tensor):
+        arena.record_stream(stream)
 
 
 def current_stream_waits(device: torch.device, event: torch.Event | None) -> None:

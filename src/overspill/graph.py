@@ -48,14 +48,10 @@ class _SavedWeight:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"an offloaded weight of shape {list(self.size)} was edited between forward and backward"
             )
-        weight = torch.empty(self.store.layout.specs[self.index].shape, dtype=self._dtype, device=self.device)
+        weight = self.store.layout.specs[self.index].empty(self.device)
         with torch.no_grad():
             self.store.refresh(self.index, weight)
-        return weight.view(-1).as_strided(self.size, self.stride, self.offset)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.store.layout.specs[self.index].dtype
+        return weight.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)

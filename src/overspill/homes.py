@@ -260,7 +260,7 @@ class DiskValues:
         with torch.inference_mode(False), torch.no_grad():
             values = _aligned_empty(self.spec)
             if values.numel():
-                target = buffer_of(values)
+                target = buffer_of(values)  # dense, in whatever order
                 start = 0
                 for span in self.spans:
                     self._reader.read(span.file, span.offset, target[start : start + span.nbytes])
@@ -272,7 +272,7 @@ def _aligned_empty(spec: TensorSpec) -> torch.Tensor:
     """Fresh host memory for one tensor, aligned so that CPU kernels round as they do on any other tensor."""
     memory = torch.empty(align(spec.nbytes, HOST_ALIGNMENT) + HOST_ALIGNMENT, dtype=torch.uint8)
     start = -memory.data_ptr() % HOST_ALIGNMENT
-    return memory[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+    return spec.shaped(memory[start : start + spec.nbytes].view(spec.dtype))
 
 
 class DiskTensor(_Home, torch.Tensor):
@@ -283,7 +283,12 @@ class DiskTensor(_Home, torch.Tensor):
     @staticmethod
     def __new__(cls, values: DiskValues, requires_grad: bool = False) -> "DiskTensor":
         tensor: DiskTensor = torch.Tensor._make_wrapper_subclass(
-            cls, values.spec.shape, dtype=values.spec.dtype, device=CPU, requires_grad=requires_grad
+            cls,
+            values.spec.shape,
+            strides=values.spec.strides,
+            dtype=values.spec.dtype,
+            device=CPU,
+            requires_grad=requires_grad,
         )
         tensor._overspill_values = values
         return tensor

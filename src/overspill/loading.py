@@ -15,8 +15,9 @@ from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import FileReader
 from overspill.config import MIB
 from overspill.devices import buffer_of, reserve
+from overspill.files import Files
 from overspill.homes import DiskValues, FileSpan
-from overspill.managed import Managed, manage
+from overspill.managed import Managed
 from overspill.matching import Match
 from overspill.offload_folder import OffloadFolder, padded, write_all
 from overspill.plan import Placement, Plan, Tier
@@ -84,13 +85,13 @@ class Loader:
         layout = Layout.of([self._spec(name) for name in names])
         store: HostStore | DiskStore
         if placement.tier is Tier.CPU:
-            store = HostStore(layout, likes)
+            store = HostStore.fresh(layout)
             self._hosts.append((store, placement.device))
             for index, name in enumerate(names):
-                self._fill(name, layout.view(store.memory, index), placement.device)
+                self._fill(name, store.target(index), placement.device)
         else:
-            values = [self._on_disk(name) for name in names]
-            store = DiskStore(layout, values, likes, self._reader)
+            store = DiskStore(layout, [self._on_disk(name) for name in names], self._reader)
+        store.make_homes(likes)
         self._homes.update(zip(names, store.homes, strict=True))
         if placement.unit.roots:
             places = [self._groups[name].places for name in names]
@@ -192,14 +193,15 @@ class Loader:
         self._pieces.clear()
 
     def _commit(self) -> Managed:
-        windows = {device: Window(nbytes, device) for device, nbytes in self._plan.windows.items()}
+        windows = {
+            device: Window(nbytes, device, streams=self._transfers[device].streams)
+            for device, nbytes in self._plan.windows.items()
+        }
         for name, home in self._homes.items():
             for place in self._groups[name].places:
                 table_of(place)[place.name] = home
                 refresh_flat_weights(place.module)
-        managed = Managed(self._model, self._plan, self._units, self._transfers, windows, self._folder)
-        manage(self._model, managed)
-        return managed
+        return Managed(self._model, self._plan, self._units, self._transfers, windows, Files(self._folder))
 
 
 _CONVERTED_AT_ONCE = 16 * MIB

@@ -1,5 +1,6 @@
 """A model that overspill manages: what it was planned as, where its units are, and how its calls are led."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -8,8 +9,10 @@ import torch
 from torch import nn
 
 from overspill.attach import AlignScope, Interception, ModelScope, Scope, UnitScope
-from overspill.offload_folder import OffloadFolder
+from overspill.files import Files
+from overspill.gate import gate_of
 from overspill.plan import Plan, Tier
+from overspill.rehoming import Origin
 from overspill.residency import Residency, Root
 from overspill.slab import Window
 from overspill.streamed import StreamedUnit
@@ -19,7 +22,10 @@ _ATTRIBUTE = "_overspill"
 
 
 class Managed:
-    """All that one managed model needs to run. Lives as long as the model, in an attribute that copies drop."""
+    """All that one managed model needs to run. Lives as long as the model, in an attribute that copies drop.
+
+    What changes where a unit rests makes another of these, with the same units.
+    """
 
     def __init__(
         self,
@@ -28,11 +34,19 @@ class Managed:
         units: Mapping[str, StreamedUnit],
         transfers: Mapping[torch.device, Transfer],
         windows: Mapping[torch.device, Window],
-        folder: OffloadFolder | None,
+        files: Files,
+        origins: Mapping[int, Origin] | None = None,
     ) -> None:
         self.plan = plan
-        self.folder = folder
+        self.units = dict(units)
+        self.transfers = dict(transfers)
+        self.windows = dict(windows)
+        self.files = files
+        self.origins = dict(origins or {})
+        """By the id of a tensor that was there before: what it was then."""
+        self.gate = gate_of(model)
         self.residencies: list[Residency] = []
+        self._model = weakref.ref(model)
         scopes: dict[nn.Module, list[Callable[[], Scope]]] = {}
         for device, roots in _roots(model, plan, units).items():
             residency = Residency(roots, windows[device], transfers[device])
@@ -45,18 +59,63 @@ class Managed:
         if scopes:  # around all others, also where the model is itself a unit
             around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
             scopes.setdefault(model, []).insert(0, around)
-        self._interceptions = [Interception(module, makers) for module, makers in scopes.items()]
+        self._interceptions = [Interception(module, self.gate, makers) for module, makers in scopes.items()]
+        model.__dict__[_ATTRIBUTE] = self
+        for unit in units.values():
+            for module in unit.owners():
+                _managed_by[module] = weakref.ref(self)
+        self.gate.on_idle = partial(_idle, weakref.ref(self))
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
 
     def refresh(self) -> None:
         """Keep every interception in place: modules may have been compiled since the last call."""
         for interception in self._interceptions:
             interception.refresh()
 
+    def detach(self) -> None:
+        """Leave the model to itself, or to another `Managed`. No call is under way."""
+        for residency in self.residencies:
+            residency.clear()
+        for interception in self._interceptions:
+            interception.remove()
+        self.gate.on_idle = _nothing
+        for unit in self.units.values():
+            for module in unit.owners():
+                _managed_by.pop(module, None)
+        self.model.__dict__.pop(_ATTRIBUTE, None)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is an ordinary model with the same values."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _idle(reference: "weakref.ref[Managed]") -> None:
+    managed = reference()
+    if managed is not None:
+        for residency in managed.residencies:
+            residency.idle()
+
+
+def _nothing() -> None:
+    """What an ordinary model does when it is idle."""
+
+
+_managed_by: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Managed]]" = weakref.WeakKeyDictionary()
+"""From each module that holds tensors of a streamed unit to whoever manages that, be it for a larger model."""
+
+
+def managers_of(module: nn.Module) -> list[Managed]:
+    """Whoever manages tensors of `module` or of modules in it."""
+    found = (_managed_by.get(part) for part in module.modules())
+    managers = (reference() for reference in found if reference is not None)
+    return list(dict.fromkeys(manager for manager in managers if manager is not None))
 
 
 def _roots(model: nn.Module, plan: Plan, units: Mapping[str, StreamedUnit]) -> dict[torch.device, list[Root]]:
@@ -88,11 +147,6 @@ def _skipped_keys(model: nn.Module) -> frozenset[str]:
     """Arguments and results that look after their own devices, as Transformers' models name them."""
     keys = getattr(model, "_skip_keys_device_placement", None) or ()
     return frozenset([keys] if isinstance(keys, str) else keys)
-
-
-def manage(model: nn.Module, managed: Managed) -> None:
-    """Remember that `model` is managed."""
-    model.__dict__[_ATTRIBUTE] = managed
 
 
 def managed(model: nn.Module) -> Managed | None:

@@ -184,8 +184,21 @@ class Plan:
         groups = tensor_groups(model)
         _check_paths(model, groups, places)
         where = _look_up(groups, places, main)
-        home = (Tier.DEVICE, main)
-        found = cut_by(model, where, home=home, no_split_modules=no_split_modules, dtype=dtype)
+        return cls.of_places(model, where, main, window=window, no_split_modules=no_split_modules, dtype=dtype)
+
+    @classmethod
+    def of_places(
+        cls,
+        model: nn.Module,
+        where: Mapping[str, tuple[Tier, torch.device]],
+        main: torch.device,
+        *,
+        window: int | str | None = None,
+        no_split_modules: Collection[str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "Plan":
+        """The plan that puts each tensor, by its first name, where `where` says, to compute on `main` if it streams."""
+        found = cut_by(model, where, home=(Tier.DEVICE, main), no_split_modules=no_split_modules, dtype=dtype)
         placements = tuple(
             Placement(unit=unit, tier=where[unit.tensors[0]][0], device=where[unit.tensors[0]][1])
             for unit in found.units

@@ -118,6 +118,27 @@ class Residency:
                     assert unit.slab is not None
                     unit.start(unit.slab, self.transfer, DEMANDED)
 
+    def idle(self) -> None:
+        """No call is under way. A window that is held for calls only is given back."""
+        if self.window.held:
+            return
+        with self._changed:
+            self._schedule.end_pass()
+            self._empty()
+            self.window.let_go()
+
+    def clear(self) -> None:
+        """Give up every slab. No call is under way."""
+        with self._changed:
+            self._empty()
+
+    def _empty(self) -> None:
+        for unit in self._units:
+            if unit.users == 0 and unit.slab is not None:
+                self._drop(unit)
+        while self._draining:
+            self._draining.pop().wait_host()
+
     # Room in the window.
 
     def _take(self, unit: StreamedUnit) -> Slab:
@@ -137,7 +158,7 @@ class Residency:
             unit.name,
             unit.nbytes,
         )
-        return extra_slab(unit.nbytes, self.device)
+        return extra_slab(unit.nbytes, self.device, self.transfer.streams)
 
     def _wait_for_others(self) -> bool:
         """Wait until something may have been freed. False if nothing under way can free anything."""

@@ -2,13 +2,13 @@
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from overspill.config import DEVICE_ALIGNMENT, align
-from overspill.devices import lease_range, new_arena, record_event
+from overspill.devices import current_stream, keep_for, lease_range, new_arena, record_event
 from overspill.tensors import TensorSpec
 
 
@@ -28,10 +28,14 @@ class Layout:
             end = align(end + spec.nbytes, DEVICE_ALIGNMENT)
         return cls(tuple(specs), tuple(offsets), end)
 
+    def spots(self) -> Iterator[tuple[TensorSpec, int]]:
+        """Each tensor and where it starts."""
+        return zip(self.specs, self.offsets, strict=True)
+
     def view(self, memory: torch.Tensor, index: int) -> torch.Tensor:
         """Tensor `index` as a typed view of `memory`."""
         spec, start = self.specs[index], self.offsets[index]
-        return memory[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
+        return spec.shaped(memory[start : start + spec.nbytes].view(spec.dtype))
 
 
 @dataclass(eq=False)
@@ -57,30 +61,20 @@ class Slab:
             self.uses.append(event)
 
 
-class Window:
-    """A fixed piece of the compute device's memory that slabs are taken from.
+class _Arena:
+    """The window's memory, and which ranges of it are free."""
 
-    Note: the life of a slab. A slab is a tensor with a storage of its own over a range of the window (see
-    `devices.lease_range`). Nobody hands a slab back: its range is free when the last tensor that views it is gone.
-    So an output that aliases a weight, a tensor that autograd saved or one that a user's hook kept stays right for as
-    long as it lives; it only makes the window smaller meanwhile. The host may be ahead of the device: a freed range
-    carries the events of its last uses, and whoever fills it next waits for them on the device.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.nbytes = align(nbytes, DEVICE_ALIGNMENT)
+    def __init__(self, nbytes: int, device: torch.device, streams: Sequence[torch.Stream]) -> None:
         self.device = device
-        self._arena = new_arena(self.nbytes, device)
-        self._gaps = [_Gap(0, self.nbytes)]
+        self.memory = new_arena(nbytes, device)
+        self._streams: set[torch.Stream] = set()
+        for stream in streams:
+            self._used_on(stream)
+        self._gaps = [_Gap(0, nbytes)]
         self._returned: deque[_Gap] = deque()  # filled by finalizers, which may run in any thread and must not lock
 
-    def take(self, nbytes: int, *, to_stay: bool = False) -> Slab | None:
-        """A slab of `nbytes`, or None when no gap is wide enough. The caller serialises calls.
-
-        What is going `to_stay` is taken from the far end, so that it does not cut up the room that the others share.
-        """
+    def take(self, nbytes: int, *, to_stay: bool) -> Slab | None:
         self._collect()
-        nbytes = align(max(nbytes, 1), DEVICE_ALIGNMENT)
         gaps = reversed(self._gaps) if to_stay else iter(self._gaps)
         gap = next((gap for gap in gaps if gap.end - gap.start >= nbytes), None)
         if gap is None:
@@ -90,12 +84,18 @@ class Window:
         gap.start, gap.end = (gap.start, start) if to_stay else (taken.end, gap.end)
         if gap.start == gap.end:
             self._gaps.remove(gap)
-        memory, owner = lease_range(self._arena, start, nbytes)
+        memory, owner = lease_range(self.memory, start, nbytes)
         weakref.finalize(owner, self._returned.append, taken).atexit = False
+        self._used_on(current_stream(self.device))
         return Slab(memory, events, taken.events)
 
+    def _used_on(self, stream: torch.Stream | None) -> None:
+        """Have torch's allocator wait for `stream`, once, before it gives this memory to anybody else."""
+        if stream is not None and stream not in self._streams:
+            self._streams.add(stream)
+            keep_for(stream, self.memory)
+
     def free_bytes(self) -> int:
-        """Bytes in no slab now."""
         self._collect()
         return sum(gap.end - gap.start for gap in self._gaps)
 
@@ -120,9 +120,49 @@ class Window:
             self._gaps = merged
 
 
-def extra_slab(nbytes: int, device: torch.device) -> Slab:
+class Window:
+    """A fixed piece of the compute device's memory that slabs are taken from. The caller serialises calls.
+
+    Note: the life of a slab. A slab is a tensor with a storage of its own over a range of the window (see
+    `devices.lease_range`). Nobody hands a slab back: its range is free when the last tensor that views it is gone.
+    So an output that aliases a weight, a tensor that autograd saved or one that a user's hook kept stays right for as
+    long as it lives; it only makes the window smaller meanwhile. The host may be ahead of the device: a freed range
+    carries the events of its last uses, and whoever fills it next waits for them on the device.
+    """
+
+    def __init__(
+        self, nbytes: int, device: torch.device, *, streams: Sequence[torch.Stream] = (), held: bool = True
+    ) -> None:
+        self.nbytes = align(nbytes, DEVICE_ALIGNMENT)
+        self.device = device
+        self.held = held  # its memory is taken at once and for good, not only while something streams through it
+        self._streams = streams  # that copy to it
+        self._arena = _Arena(self.nbytes, device, streams) if held else None
+
+    def take(self, nbytes: int, *, to_stay: bool = False) -> Slab | None:
+        """A slab of `nbytes`, or None when no gap is wide enough.
+
+        What is going `to_stay` is taken from the far end, so that it does not cut up the room that the others share.
+        """
+        if self._arena is None:
+            self._arena = _Arena(self.nbytes, self.device, self._streams)
+        return self._arena.take(align(max(nbytes, 1), DEVICE_ALIGNMENT), to_stay=to_stay)
+
+    def let_go(self) -> None:
+        """Give the memory back until it is needed again, but for what slabs that are still in use hold of it."""
+        if not self.held:
+            self._arena = None
+
+    def free_bytes(self) -> int:
+        """Bytes in no slab now."""
+        return self.nbytes if self._arena is None else self._arena.free_bytes()
+
+
+def extra_slab(nbytes: int, device: torch.device, streams: Sequence[torch.Stream]) -> Slab:
     """A slab outside any window, for the rare call that could otherwise never go on."""
-    nbytes = max(nbytes, 1)
-    memory, _ = lease_range(new_arena(nbytes, device), 0, nbytes)
+    slab = _Arena(max(nbytes, 1), device, streams).take(max(nbytes, 1), to_stay=False)
+    assert slab is not None
     now = record_event(device)
-    return Slab(memory, [] if now is None else [now], [])
+    if now is not None:
+        slab.overwrite_after.append(now)
+    return slab

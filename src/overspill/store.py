@@ -1,14 +1,18 @@
 """Where homes keep their bytes: in pinned host memory or on disk. One store a unit."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 
+from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import RangeReader
-from overspill.devices import HostPages, host_bytes
+from overspill.config import SMALL_TENSOR
+from overspill.devices import CPU, HostPages, PinnedRanges, host_bytes, touch
 from overspill.homes import DiskValues, HostSlot, HostTensor, disk_home, host_home
+from overspill.rehoming import turn_into_disk_home, turn_into_host_home
 from overspill.slab import Layout, Slab
+from overspill.tensors import TensorSpec
 from overspill.transfer import Fetch, Piece, Transfer
 
 
@@ -34,35 +38,109 @@ class Store(Protocol):
     def version(self, index: int) -> int:
         """Grows with each in-place edit that autograd would notice."""
 
+    def part(self, indices: Sequence[int]) -> "Store":
+        """Some of the tensors, where they are, with a store of their own. This one is not used any more."""
+
+    def move_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let `tensors`, the objects themselves, have their values here from now on."""
+
+    def files(self) -> set[SourceFile]:
+        """The files that values are read from."""
+
 
 class HostStore:
-    """A unit whose values live in host memory, laid out as its slab is: one flat copy brings all of it."""
+    """A unit whose values live in host memory: laid out as its slab is, or each tensor where it lay before."""
 
     reads_disk = False
 
-    def __init__(self, layout: Layout, likes: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        elements: Callable[[int], torch.Tensor],
+        copies: Sequence[tuple[int, torch.Tensor]],
+        memory: Sequence[HostPages | PinnedRanges],
+    ) -> None:
         self.layout = layout
-        self._pages = HostPages(layout.nbytes)
-        self.memory = host_bytes(self._pages)
+        self.homes: list[torch.Tensor] = []
+        self._elements = elements  # of each tensor, flat; with a storage that nothing else is in
+        self._copies = copies  # what brings all of it to a slab: offsets there, and bytes
+        self._memory = memory  # what the elements lie in: it lives, and is pinned, as long as this
+        self._slots: list[HostSlot] = []
         self._in_flight: Fetch | None = None
-        self.homes = [self._make_home(index, like) for index, like in enumerate(likes)]
-        self._slots = [_slot(home) for home in self.homes]
 
-    def _make_home(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        spec, offset = self.layout.specs[index], self.layout.offsets[index]
-        if spec.numel == 0:
-            values = torch.empty(spec.shape, dtype=spec.dtype)
-        else:
-            # A storage of its own: torch.save and safetensors write just this tensor, and aliases of it can be counted.
-            values = torch.frombuffer(self._pages, dtype=spec.dtype, count=spec.numel, offset=offset).view(spec.shape)
-        home = host_home(values, like)
-        del values  # it would count as an alias
-        home._overspill_slot = HostSlot(home, self.settle)
-        return home
+    @classmethod
+    def fresh(cls, layout: Layout) -> "HostStore":
+        """In memory of its own, to be filled."""
+        pages = HostPages(layout.nbytes)
+        one_copy = [(0, host_bytes(pages)[: layout.nbytes])]
+        return cls(
+            layout, lambda index: _own_storage(pages, layout.specs[index], layout.offsets[index]), one_copy, [pages]
+        )
+
+    @classmethod
+    def in_place(cls, layout: Layout, tensors: Sequence[torch.Tensor], pinned: PinnedRanges) -> "HostStore":
+        """Large tensors where they lie already, which `pinned` knows; the small ones have memory of their own."""
+        small = Layout.of([spec for spec in layout.specs if spec.nbytes < SMALL_TENSOR])
+        pages = HostPages(small.nbytes)
+        spots = small.spots()
+        elements = []
+        for spec, tensor in zip(layout.specs, tensors, strict=True):
+            if spec.nbytes < SMALL_TENSOR:
+                elements.append(_own_storage(pages, *next(spots)).copy_(spec.flat(tensor)))
+            else:
+                elements.append(spec.flat(tensor))
+        return cls._scattered(layout, elements, [pinned, pages])
+
+    @classmethod
+    def _scattered(
+        cls, layout: Layout, elements: Sequence[torch.Tensor], memory: Sequence[HostPages | PinnedRanges]
+    ) -> "HostStore":
+        """One copy a tensor."""
+        copies = [
+            (offset, flat.view(torch.uint8))
+            for offset, flat in zip(layout.offsets, elements, strict=True)
+            if flat.numel()
+        ]
+        return cls(layout, lambda index: elements[index], copies, memory)
+
+    def target(self, index: int) -> torch.Tensor:
+        """The memory of tensor `index` in a fresh store, to be filled."""
+        return self.layout.view(self._copies[0][1], index)
+
+    def make_homes(self, likes: Sequence[torch.Tensor]) -> None:
+        """New tensors over this memory, to show in the place of `likes`."""
+        for index, like in enumerate(likes):
+            self.homes.append(host_home(self._shaped(index), like))
+        self._settle_in()
+
+    def move_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let `tensors`, the objects themselves, have their values in this memory from now on."""
+        for index, tensor in enumerate(tensors):
+            turn_into_host_home(tensor, self._shaped(index))
+            self.homes.append(tensor)
+        self._settle_in()
+
+    def _shaped(self, index: int) -> torch.Tensor:
+        return self.layout.specs[index].shaped(self._elements(index))
+
+    def _settle_in(self) -> None:
+        for home in self.homes:
+            slot = HostSlot(home, self.settle)
+            cast(HostTensor, home)._overspill_slot = slot
+            self._slots.append(slot)
+
+    def files(self) -> set[SourceFile]:
+        return set()
+
+    def touch(self, device: torch.device) -> None:
+        """Write to every page of fresh memory, where that makes pinning it for `device` faster."""
+        if device != CPU:
+            touch(self._copies[0][1])
 
     def pin(self, device: torch.device) -> None:
         """Register the memory with `device`. Fast once its pages have been written to."""
-        self._pages.register(device)
+        for memory in self._memory:
+            memory.register(device)
 
     def settle(self) -> None:
         """Wait until no copy reads this memory any more: it is about to be edited."""
@@ -71,7 +149,7 @@ class HostStore:
             self._in_flight = None
 
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
-        fetch = transfer.from_host(self.memory[: self.layout.nbytes], slab)
+        fetch = transfer.from_host(self._copies, slab)
         self._in_flight = fetch
         if any(slot.shared() for slot in self._slots):
             # Someone holds an alias, and may write through it as soon as this returns.
@@ -92,28 +170,53 @@ class HostStore:
     def version(self, index: int) -> int:
         return self.homes[index]._version
 
+    def part(self, indices: Sequence[int]) -> "HostStore":
+        self.settle()
+        homes = [self.homes[index] for index in indices]
+        layout = Layout.of([TensorSpec.laid_out_as(_plain(home)) for home in homes])
+        elements = [spec.flat(_plain(home)) for spec, home in zip(layout.specs, homes, strict=True)]
+        store = HostStore._scattered(layout, elements, self._memory)
+        store.homes = homes
+        store._settle_in()
+        return store
+
 
 class DiskStore:
     """A unit whose values lie in files: read there each time, never written there."""
 
     reads_disk = True
 
-    def __init__(
-        self, layout: Layout, values: Sequence[DiskValues], likes: Sequence[torch.Tensor], reader: RangeReader
-    ) -> None:
+    def __init__(self, layout: Layout, values: Sequence[DiskValues], reader: RangeReader) -> None:
         self.layout = layout
+        self.homes: list[torch.Tensor] = []
         self._values = list(values)
         self._reader = reader
-        self.homes = [disk_home(value, like) for value, like in zip(values, likes, strict=True)]
+
+    def make_homes(self, likes: Sequence[torch.Tensor]) -> None:
+        """New tensors without memory, to show in the place of `likes`."""
+        self.homes = [disk_home(value, like) for value, like in zip(self._values, likes, strict=True)]
+
+    def move_in(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let `tensors`, the objects themselves, have their values in these files from now on, and no memory."""
+        for value, tensor in zip(self._values, tensors, strict=True):
+            turn_into_disk_home(tensor, value)
+        self.homes = list(tensors)
+
+    def pieces(self, index: int, target: torch.Tensor) -> list[Piece]:
+        """What to read of files to fill flat byte `target` with tensor `index`; nothing once it was promoted."""
+        values, pieces, start = self._values[index], [], 0
+        if values.memory is not None:
+            return []
+        for span in values.spans:
+            pieces.append(Piece(span.file, span.offset, torch.uint8, target[start : start + span.nbytes]))
+            start += span.nbytes
+        return pieces
 
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
         pieces = []
-        for values, offset in zip(self._values, self.layout.offsets, strict=True):
-            if values.memory is not None:
-                continue  # `refresh` brings it: memory may be edited at any time, through views of it
-            for span in values.spans:
-                pieces.append(Piece(span.file, span.offset, torch.uint8, slab.memory[offset : offset + span.nbytes]))
-                offset += span.nbytes
+        for index, (spec, offset) in enumerate(zip(self.layout.specs, self.layout.offsets, strict=True)):
+            # `refresh` brings what was promoted: memory may be edited at any time, through views of it
+            pieces += self.pieces(index, slab.memory[offset : offset + spec.nbytes])
         return transfer.from_disk(merged(pieces), self._reader, slab=slab, priority=priority)
 
     def stamps(self) -> list[object]:
@@ -127,6 +230,15 @@ class DiskStore:
 
     def version(self, index: int) -> int:
         return self._values[index].edits
+
+    def part(self, indices: Sequence[int]) -> "DiskStore":
+        layout = Layout.of([self.layout.specs[index] for index in indices])
+        store = DiskStore(layout, [self._values[index] for index in indices], self._reader)
+        store.homes = [self.homes[index] for index in indices]
+        return store
+
+    def files(self) -> set[SourceFile]:
+        return {span.file for values in self._values if values.memory is None for span in values.spans}
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -151,9 +263,11 @@ def _touch(first: Piece, second: Piece) -> bool:
     return in_file and one_storage and first.target.data_ptr() + first.nbytes == second.target.data_ptr()
 
 
-def _slot(home: torch.Tensor) -> HostSlot:
-    assert isinstance(home, HostTensor)
-    return home._overspill_slot
+def _own_storage(pages: HostPages, spec: TensorSpec, offset: int) -> torch.Tensor:
+    """Elements of `pages` with a storage of their own: torch.save writes just them, and aliases can be counted."""
+    if spec.numel == 0:
+        return torch.empty(0, dtype=spec.dtype)
+    return torch.frombuffer(pages, dtype=spec.dtype, count=spec.numel, offset=offset)
 
 
 def _plain(home: torch.Tensor) -> torch.Tensor:

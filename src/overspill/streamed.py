@@ -75,6 +75,15 @@ class StreamedUnit:
         self._strays: list[_Bound] = []
         self._bound_with_grad = False
 
+    def owners(self) -> set[nn.Module]:
+        """The modules that hold its tensors."""
+        return {place.module for places in self._places for place in places}
+
+    def part(self, indices: Sequence[int]) -> "StreamedUnit":
+        """Some of its tensors, where they are, as a unit of their own. This one is not used any more."""
+        places = [self._places[index] for index in indices]
+        return StreamedUnit(self.name, self.store.part(indices), places, self.device, kept=self.kept)
+
     # HOME -> FETCHING, and back to HOME from anywhere.
 
     def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
@@ -207,7 +216,8 @@ class StreamedUnit:
         # Most uses of .data only read (compilers do). Comparing is slow, but an edit that never happened costs memory.
         before = torch.empty_like(live, device="cpu")
         self.store.refresh(index, before)
-        return not torch.equal(before.view(-1).view(torch.uint8), live.detach().cpu().view(-1).view(torch.uint8))
+        flat = self.store.layout.specs[index].flat
+        return not torch.equal(flat(before).view(torch.uint8), flat(live.detach().cpu()).view(torch.uint8))
 
 
 class _GradientGoesHome:

@@ -15,10 +15,18 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = field(default=None, compare=False)
+    """Where the elements lie, for a tensor that is dense but not in order: channels_last, a transpose. Else None."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorSpec":
         return cls(tuple(tensor.shape), tensor.dtype)
+
+    @classmethod
+    def laid_out_as(cls, tensor: torch.Tensor) -> "TensorSpec":
+        """With the order of its elements: kernels may compute other bits where that changes."""
+        strides = None if tensor.is_contiguous() or not is_dense(tensor) else tuple(tensor.stride())
+        return cls(tuple(tensor.shape), tensor.dtype, strides)
 
     @property
     def numel(self) -> int:
@@ -32,10 +40,43 @@ class TensorSpec:
         """The same tensor after a cast of floating-point weights to `dtype`; integers and bools keep theirs."""
         if dtype is None or not self.dtype.is_floating_point:
             return self
-        return TensorSpec(self.shape, dtype)
+        return TensorSpec(self.shape, dtype, self.strides)
+
+    def shaped(self, elements: torch.Tensor) -> torch.Tensor:
+        """Flat `elements` as a tensor of this shape and order."""
+        if self.strides is None:
+            return elements.view(self.shape)
+        return elements.as_strided(self.shape, self.strides, elements.storage_offset())
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements of `tensor`, which has this shape, one after the other in this order. Views it if it can."""
+        if self.strides is None:
+            return tensor.contiguous().view(-1)
+        if tuple(tensor.stride()) != self.strides:
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(
+                tensor
+            )
+        return tensor.as_strided((self.numel,), (1,), tensor.storage_offset())
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Fresh memory for such a tensor."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 @dataclass(frozen=True)

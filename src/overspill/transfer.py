@@ -206,14 +206,15 @@ class Transfer:
         self._ring: _Ring | None = None
         self._lock = threading.Lock()
 
-    def from_host(self, source: torch.Tensor, slab: Slab) -> Fetch:
-        """One flat copy of pinned `source` to the slab's front, once the slab's last users are done."""
+    def from_host(self, sources: Sequence[tuple[int, torch.Tensor]], slab: Slab) -> Fetch:
+        """Copies of pinned bytes, each to its offset in the slab, once the slab's last users are done."""
         fetch = Fetch(self.device, parts=1, uses=slab.uses)
         stream = self._host_copies
         with _on(stream), torch.inference_mode(False), torch.no_grad():
             _wait_all(stream, slab.overwrite_after)
-            slab.memory[: source.nbytes].copy_(source, non_blocking=True)
-        fetch.part_queued(stream, source.nbytes)
+            for offset, source in sources:
+                slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
+        fetch.part_queued(stream, sum(source.nbytes for _, source in sources))
         fetch.finish()
         return fetch
 
@@ -258,6 +259,11 @@ class Transfer:
                 copied = record_event(self.device, self._disk_copies)
         finally:
             ring.give(chunk, copied)
+
+    @property
+    def streams(self) -> list[torch.Stream]:
+        """Those that copy to the device."""
+        return [stream for stream in (self._host_copies, self._disk_copies) if stream is not None]
 
     @property
     def disk_stream(self) -> torch.Stream | None:

@@ -115,6 +115,17 @@ def cut_by(
         opened |= more
 
 
+def cut_out(model: nn.Module, paths: Collection[str], moving: Collection[str]) -> Cut:
+    """Units of the tensors named in `moving`, which lie below the modules at `paths`; all others stay.
+
+    The units are those of the whole model, or parts of them: below a path that lies inside a block, the module at the
+    path is the root, so that it streams also when it is called by itself.
+    """
+    groups = tensor_groups(model)
+    tree = _Tree(model, None, None, moving={id(groups[name].tensor) for name in moving})
+    return tree.cut_out(paths, moving)
+
+
 def slab_size(group: TensorGroup, dtype: torch.dtype | None) -> int:
     """What a tensor takes in a slab once it is loaded as `dtype`. What no checkpoint stores is not cast."""
     if is_lazy(group.tensor):
@@ -154,7 +165,7 @@ class _Roots:
 
     def needing(self, group: TensorGroup) -> tuple[str, ...]:
         """The roots that a tensor is under, in definition order."""
-        roots = [self.of[_module_path(place)] for place in group.places]
+        roots = [self.of[owner_path(place)] for place in group.places]
         if len(roots) == 1:  # by far the most
             return () if roots[0] is None else (roots[0],)
         return tuple(dict.fromkeys([root for root in roots if root is not None]))
@@ -163,7 +174,13 @@ class _Roots:
 class _Tree:
     """The module tree with its sizes, which is measured once and cut as often as needed."""
 
-    def __init__(self, model: nn.Module, no_split: Collection[str] | None, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        no_split: Collection[str] | None,
+        dtype: torch.dtype | None,
+        moving: Collection[int] = (),
+    ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise PlanError(
                 f"weights cannot be cast to {dtype}. Give a floating-point dtype, or None to keep each one's"
@@ -174,7 +191,7 @@ class _Tree:
         self._moves = {
             id(group.tensor): self._sizes[name]
             for name, group in self._groups.items()
-            if group.kind == "parameter" or self._sizes[name] >= SMALL_TENSOR
+            if group.kind == "parameter" or self._sizes[name] >= SMALL_TENSOR or id(group.tensor) in moving
         }
         self._whole = sum(self._sizes.values())
         self._no_split = _no_split_classes(model, no_split)
@@ -210,6 +227,31 @@ class _Tree:
         return Cut(
             units=self._units(parts),
             stays=tuple(name for name in self._groups if name in stays),
+            stays_nbytes=sum(self._sizes[name] for name in stays),
+        )
+
+    def cut_out(self, paths: Collection[str], moving: Collection[str]) -> Cut:
+        """Units of what is `moving`, below `paths`."""
+        roots = _Roots(frozenset())
+        self._walk("", self._model, roots, root=None, block_floor=None)
+        announcing = [path for path in paths if _announces(self._model.get_submodule(path))]
+
+        def root_of(place: Place) -> str | None:
+            owner = owner_path(place)
+            root = roots.of[owner]
+            # The outermost path that the owner is below of, and that is itself below the block.
+            inner = [path for path in announcing if is_below(owner, path) and root is not None and is_below(path, root)]
+            return min(inner, key=len, default=root)
+
+        together: dict[tuple[tuple[str, ...], str], list[str]] = defaultdict(list)
+        for name in (name for name in self._groups if name in moving):
+            found = (root_of(place) for place in self._groups[name].places)
+            needed_by = tuple(dict.fromkeys(root for root in found if root is not None))
+            together[needed_by, "" if needed_by else name].append(name)
+        stays = [name for name in self._groups if name not in moving]
+        return Cut(
+            units=self._units([(needed_by, names) for (needed_by, _), names in together.items()]),
+            stays=tuple(stays),
             stays_nbytes=sum(self._sizes[name] for name in stays),
         )
 
@@ -298,8 +340,14 @@ class _Tree:
         return max(1, min(SMALL_TENSOR, nbytes // _TRIVIAL))
 
 
-def _module_path(place: Place) -> str:
+def owner_path(place: Place) -> str:
+    """The path of the module that a tensor hangs in."""
     return place.path[: -len(place.name) - 1]  # "" for a tensor of the model itself, which has no dot
+
+
+def is_below(path: str, ancestor: str) -> bool:
+    """Whether the module at `path` is the one at `ancestor`, or part of it."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,1 @@
+"""What overspill knows of other libraries, one file each. Only imported where that library is in use."""

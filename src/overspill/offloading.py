@@ -1,0 +1,320 @@
+"""Offload and restore: parts of a model in memory, gone to another tier and back."""
+
+import os
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from overspill.config import format_size
+from overspill.devices import CPU, compute_device
+from overspill.errors import PlanError, StateError
+from overspill.gate import Gate, gate_of
+from overspill.managed import managed, managers_of
+from overspill.moving import Mover, refuse, tier_of
+from overspill.plan import Placement, Plan, Tier
+from overspill.selecting import find_modules, holds
+from overspill.tensors import Place, TensorGroup
+from overspill.units import cut_out, is_below, owner_path
+
+_verbs = threading.RLock()
+"""One change at a time in this process. Taken behind the gates, so that nobody who holds it waits for a call."""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What an offload did."""
+
+    modules: tuple[str, ...]
+    """Paths of the units that moved."""
+    nbytes: int
+    files: tuple[Path, ...]
+    """What was written."""
+    stayed: tuple[str, ...]
+    """Names of the tensors that stayed where they compute: in leaves too small to move, or buffers not stored."""
+
+    def __str__(self) -> str:
+        text = f"{len(self.modules)} modules offloaded, {format_size(self.nbytes)}"
+        if self.files:
+            text += f", to {len(self.files)} files in {os.path.commonpath(self.files)}"
+        return f"{text}; {len(self.stayed)} tensors stayed" if self.stayed else text
+
+
+@contextmanager
+def changing(model: nn.Module, what: str) -> Iterator[None]:
+    """No call of `model`, nor of anything managed in it or around it, is under way meanwhile. `what` is for errors."""
+    _refuse_inside_forward(model, what)
+    with ExitStack() as stack:
+        while True:
+            gates = _gates(model)
+            for gate in gates:
+                stack.enter_context(gate.changing(what))
+            stack.enter_context(_verbs)
+            if _gates(model) == gates:
+                break
+            stack.pop_all().close()  # someone else began to manage a part of it meanwhile
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def _gates(model: nn.Module) -> list[Gate]:
+    """In an order that all threads keep, so that no two wait for each other."""
+    return sorted({gate_of(model), *(manager.gate for manager in managers_of(model))}, key=id)
+
+
+def _refuse_inside_forward(model: nn.Module, what: str) -> None:
+    """Also where nothing of the model is managed yet, and no gate knows of its calls."""
+    modules = set(model.modules())
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
+            raise StateError(f"cannot {what} while a forward of it is running. Do that before or after the call")
+
+
+@contextmanager
+def _all_or_nothing(mover: Mover) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        mover.abandon()
+        raise
+
+
+def offload_parts(
+    model: nn.Module,
+    *,
+    to: str,
+    modules: str | Collection[str] | None,
+    folder: str | os.PathLike[str] | None,
+    device: torch.device | str | int | None,
+    min_bytes: int,
+) -> Offloaded:
+    """Offload `modules` of `model` to host memory or disk."""
+    tier = _tier(to)
+    if folder is not None and tier is not Tier.DISK:
+        raise PlanError(f"folder={os.fspath(folder)!r} has no effect with to={to!r}. Leave it out, or offload to disk")
+    if min_bytes < 0:
+        raise PlanError(f"min_bytes={min_bytes} is negative. Give a number of bytes of 0 or more")
+    paths = find_modules(model, modules)
+    with changing(model, "offload a model"):
+        model, paths = _within_manager(model, paths)
+        mover = Mover(model, managed(model))
+        moving, stayed = _to_move(mover, paths, tier, min_bytes)
+        placements = [
+            Placement(unit=unit, tier=tier, device=_device(mover, unit.tensors, device))
+            for unit in cut_out(model, paths, moving).units
+        ]
+        _refuse_no_op(mover, placements)
+        with _all_or_nothing(mover):
+            mover.stage(placements, folder)
+            mover.stage_plain(_left_behind(mover, placements, moving), lambda name: (_near(name, placements), None))
+            files = mover.written()
+            mover.commit()
+        return _report(mover, placements, files, stayed)
+
+
+def offload_by_plan(model: nn.Module, plan: Plan, folder: str | os.PathLike[str] | None) -> Offloaded:
+    """Rearrange all of `model`, which is in memory, as `plan` says."""
+    with changing(model, "offload a model"):
+        if managers_of(model):
+            raise StateError("parts of this model are offloaded already. Restore them first: overspill.restore(model)")
+        if plan.dtype is not None:
+            raise PlanError(
+                f"the plan casts to {plan.dtype}, and a model in memory keeps its dtypes. Plan without dtype="
+            )
+        return arrange(Mover(model, None), plan, folder)
+
+
+def arrange(mover: Mover, plan: Plan, folder: str | os.PathLike[str] | None) -> Offloaded:
+    """Let each tensor of the mover's model, wherever it is, be where `plan` wants it."""
+    plan.check(mover.groups)
+    for used in plan.devices:
+        compute_device(used)
+    streamed = [placement for placement in plan.placements if placement.tier is not Tier.DEVICE]
+    if folder is not None and not any(placement.tier is Tier.DISK for placement in streamed):
+        raise PlanError(f"folder={os.fspath(folder)!r} has no effect: the plan puts nothing on disk. Leave it out")
+    where = {name: p.device for p in plan.placements if p.tier is Tier.DEVICE for name in p.unit.tensors}
+    where |= {name: plan.device_of(name) for name in plan.stays}
+    elsewhere = [name for name, device in where.items() if not mover.is_resident(name, device)]
+    if not streamed and not elsewhere and mover.remembers:
+        raise StateError("this plan changes nothing: all of the model is where the plan wants it")
+    with _all_or_nothing(mover):
+        mover.stage(streamed, folder)
+        mover.stage_plain(elsewhere, lambda name: (where[name], None))
+        files = mover.written()
+        mover.commit(windows=plan.windows)
+    return _report(mover, streamed, files, plan.stays)
+
+
+def restore_parts(
+    model: nn.Module,
+    *,
+    modules: str | Collection[str] | None,
+    device: torch.device | str | int | None,
+    dtype: torch.dtype | None,
+    delete: bool,
+    offloaded: bool = True,
+) -> None:
+    """Make `modules` of `model` ordinary again. `offloaded`: it is a mistake if they are ordinary already."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise PlanError(f"weights cannot be cast to {dtype}. Give a floating-point dtype, or None to keep each one's")
+    target = None if device is None else compute_device(device)
+    paths = find_modules(model, modules)
+    with changing(model, "restore a model"):
+        parts = [model.get_submodule(path) for path in paths]
+        managers = list(dict.fromkeys(manager for part in parts for manager in managers_of(part)))
+        if not managers and offloaded:
+            named = ", ".join(repr(path) for path in paths if path) or "this model"
+            raise StateError(f"nothing of {named} is offloaded, so there is nothing to restore")
+        movers = [Mover(manager.model, manager) for manager in managers] or [Mover(model, None)]
+        for mover in movers:
+            _restore(mover, parts, target, dtype, delete)
+
+
+def _restore(
+    mover: Mover, parts: Sequence[nn.Module], device: torch.device | None, dtype: torch.dtype | None, delete: bool
+) -> None:
+    chosen = {module for part in parts for module in part.modules()}
+    names = [
+        name
+        for name, group in mover.groups.items()
+        if any(place.module in chosen for place in group.places) and _changes(mover, name, device, dtype)
+    ]
+    with _all_or_nothing(mover):
+        mover.stage_plain(names, lambda name: (device or mover.origin_of(name).device, dtype))
+        mover.commit(delete=delete)
+
+
+def _changes(mover: Mover, name: str, device: torch.device | None, dtype: torch.dtype | None) -> bool:
+    """Whether restoring touches a tensor at all."""
+    tensor = mover.groups[name].tensor
+    if tensor.is_meta:
+        return False
+    if tier_of(tensor) is not Tier.DEVICE:
+        return True
+    where = device or mover.origin_of(name).device
+    return where != tensor.device or (dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype)
+
+
+def _tier(to: str) -> Tier:
+    if to not in (Tier.CPU.value, Tier.DISK.value):
+        raise PlanError(f"to={to!r} is no place to offload to. Write to='cpu' or to='disk'")
+    return Tier(to)
+
+
+def _within_manager(model: nn.Module, paths: list[str]) -> tuple[nn.Module, list[str]]:
+    """`paths` as whoever manages them already knows them: that may be a larger model, of which this is a part."""
+    if managed(model) is not None:
+        return model, paths
+    for manager in managers_of(model):
+        for path, module in manager.model.named_modules():
+            if module is model:
+                return manager.model, [".".join(filter(None, (path, below))) for below in paths]
+    return model, paths
+
+
+def _to_move(mover: Mover, paths: list[str], tier: Tier, min_bytes: int) -> tuple[list[str], list[str]]:
+    """The names of the tensors that move, and of those below `paths` that stay."""
+    moving: list[str] = []
+    stayed: list[str] = []
+    already: list[str] = []
+    for name, group in mover.groups.items():
+        if not holds(paths, group):
+            continue
+        if group.tensor.is_meta:
+            refuse([name], "on the meta device, without values. Load the model first: overspill.load")
+        if tier_of(group.tensor) is tier:
+            already.append(name)
+        elif _is_worth_it(group, paths, min_bytes):
+            moving.append(name)
+        else:
+            stayed.append(name)
+    if already:
+        place = "on disk" if tier is Tier.DISK else "in host memory"
+        refuse(already, f"already offloaded, {place}. Restore it first, or name other modules")
+    if not moving:
+        raise StateError(
+            f"nothing to offload: no leaf below {', '.join(map(repr, paths))} holds {min_bytes} bytes or more. "
+            "Lower min_bytes, or name other modules"
+        )
+    return moving, stayed
+
+
+def _is_worth_it(group: TensorGroup, paths: Sequence[str], min_bytes: int) -> bool:
+    if not group.persistent:
+        return False
+    selected = [place for place in group.places if any(is_below(owner_path(place), path) for path in paths)]
+    return any(_leaf_bytes(place) >= max(min_bytes, 1) or min_bytes == 0 for place in selected)
+
+
+def _leaf_bytes(place: Place) -> int:
+    """Bytes of all that a module holds itself and would store."""
+    module = place.module
+    own: list[torch.Tensor | None] = [*module._parameters.values()]
+    own += [buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set]
+    return sum(tensor.nbytes for tensor in own if tensor is not None)
+
+
+def _device(mover: Mover, names: Sequence[str], given: torch.device | str | int | None) -> torch.device:
+    """Where a unit computes: where it is told to, else where its tensors are now."""
+    if given is not None:
+        return compute_device(given)
+    devices = list(dict.fromkeys(mover.device_of(name) for name in names))
+    if len(devices) > 1:
+        where = ", ".join(map(str, devices))
+        raise PlanError(f"{names[0]} and others of its module are on different devices ({where}). Pass device=")
+    return devices[0]
+
+
+def _refuse_no_op(mover: Mover, placements: Sequence[Placement]) -> None:
+    for placement in placements:
+        for name in placement.unit.tensors:
+            at_home = tier_of(mover.groups[name].tensor) is Tier.DEVICE
+            if placement.tier is Tier.CPU and placement.device == CPU and at_home:
+                raise StateError(
+                    f"{name} is in host memory and computes there, so to='cpu' would change nothing. "
+                    "Pass device=0 to compute on a GPU, or to='disk'"
+                )
+
+
+def _left_behind(mover: Mover, placements: Sequence[Placement], moving: Collection[str]) -> list[str]:
+    """Tensors that stay in the modules that were moved, and must be where those compute."""
+    return [
+        name
+        for name, group in mover.groups.items()
+        if name not in moving
+        and tier_of(group.tensor) is Tier.DEVICE
+        and not group.tensor.is_meta
+        and (near := _roots_of(group, placements))
+        and group.tensor.device != near[0].device
+    ]
+
+
+def _roots_of(group: TensorGroup, placements: Sequence[Placement]) -> list[Placement]:
+    return [
+        placement
+        for placement in placements
+        if any(is_below(owner_path(place), root) for place in group.places for root in placement.unit.roots)
+    ]
+
+
+def _near(name: str, placements: Sequence[Placement]) -> torch.device:
+    owner = name.rpartition(".")[0]
+    return next(p.device for p in placements if any(is_below(owner, root) for root in p.unit.roots))
+
+
+def _report(mover: Mover, placements: Sequence[Placement], files: Sequence[Path], stayed: Sequence[str]) -> Offloaded:
+    names = [name for placement in placements for name in placement.unit.tensors]
+    return Offloaded(
+        modules=tuple(dict.fromkeys(placement.unit.name for placement in placements)),
+        nbytes=sum(mover.groups[name].spec.nbytes for name in names),
+        files=tuple(files),
+        stayed=tuple(stayed),
+    )
