@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
 import itertools
 import json
@@ -113,7 +114,7 @@ def files_of_at_most(nbytes: int) -> Iterator[None]:
 
 
 PRELUDE = """
-import gc, os, signal, sys, tempfile, time
+import gc, os, signal, sys, tempfile
 from pathlib import Path
 import torch
 from overspill.bundles import BundleTensor, OffloadRoot
@@ -319,20 +320,6 @@ def test_a_folder_that_a_living_root_uses_is_refused_to_the_same_model(root: Off
     root.write({"b": module_of(2.0)})
 
 
-def test_a_folder_that_another_process_uses_is_refused(root: OffloadRoot, folder: Path) -> None:
-    program = """
-        for fingerprint in ("me", "somebody else"):
-            try:
-                OffloadRoot(arguments[0], fingerprint=fingerprint)
-            except OffloadFolderError as error:
-                print(error)
-    """
-    to_us, to_others = run(program, folder).splitlines()
-    assert f"{folder} is in use" in to_us
-    assert f"{folder} belongs to another model" in to_others
-    root.write({"a": module_of(1.0)})
-
-
 @pytest.mark.parametrize("end", ["close", "death"])
 def test_what_a_root_leaves_in_a_users_folder_is_taken_over_by_the_same_model(end: str, folder: Path) -> None:
     root = OffloadRoot(folder, fingerprint="me")
@@ -478,17 +465,27 @@ def test_a_mark_that_somebody_deletes_is_made_again_by_the_next_write(root: Offl
     assert_holds(bundle, module_of(3.0))
 
 
-def test_a_folder_that_went_to_another_model_is_not_taken_back(root: OffloadRoot, folder: Path) -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_folder_that_went_to_another_model_is_not_taken_back(noticed: bool, root: OffloadRoot, folder: Path) -> None:
     written = root.write({"a": module_of(1.0)})
     shutil.rmtree(folder)
     other = OffloadRoot(folder, fingerprint="somebody else")
     [theirs] = other.write({"a": module_of(2.0)})
-    with pytest.raises(OffloadFolderError, match="belongs to another model"):
-        root.write({"a": module_of(3.0)})
+    if noticed:
+        with pytest.raises(OffloadFolderError, match="belongs to another model"):
+            root.write({"a": module_of(3.0)})
     root.remove(written)
     root.close()
     assert_holds(theirs, module_of(2.0))
     assert (folder / "overspill.json").exists()
+
+
+def test_a_mark_that_another_process_is_about_to_write_is_in_use(folder: Path) -> None:
+    folder.mkdir()
+    with (folder / "overspill.json").open("wb") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        with pytest.raises(OffloadFolderError, match="in use"):
+            OffloadRoot(folder, fingerprint="me")
 
 
 # ---------------------------------------------------------------- whose a module's folder is
@@ -576,21 +573,33 @@ def test_what_someone_puts_into_a_modules_folder_stays(root: OffloadRoot, folder
     assert content(folder) == {"a": None, "a/notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize("killed_while", ["writing", "renaming"])
-def test_a_run_that_is_killed_blocks_nothing_and_leaves_old_bundles_whole(killed_while: str, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two folders of runs that were killed over a second write, which was to replace `old` and to add `new`."""
     program = """
-        if os.fork() == 0:
-            root = OffloadRoot(arguments[0], fingerprint="me")
+        def killed(folder, when):
+            root = OffloadRoot(folder, fingerprint="me")
             root.write({"old": tensors})
             die = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-            if arguments[1] == "writing":
+            if when == "writing":
                 last = BundleTensor("last", TensorSpec((8,), torch.uint8), None, die)
             else:
                 last, Path.replace = tensors[0], die
             root.write({"new": tensors, "old": [last]})
-        assert os.wait()[1] == signal.SIGKILL
+
+        for when in ("writing", "renaming"):
+            if os.fork() == 0:
+                killed(Path(arguments[0], when), when)
+            assert os.wait()[1] == signal.SIGKILL
     """
-    run(program, folder, killed_while)
+    path = tmp_path_factory.mktemp("killed")
+    run(program, path)
+    return path
+
+
+@pytest.mark.parametrize("when", ["writing", "renaming"])
+def test_a_run_that_is_killed_blocks_nothing_and_leaves_old_bundles_whole(when: str, killed: Path) -> None:
+    folder = killed / when
     assert (folder / "new" / "tensors.safetensors.partial").exists()
     assert load_file(folder / "old" / "tensors.safetensors")["weight"].tolist() == [1] * 8
     root = OffloadRoot(folder, fingerprint="me")
@@ -827,14 +836,15 @@ def test_a_reader_that_has_the_old_file_open_keeps_reading_it(root: OffloadRoot)
         assert file.read(400) == bytes(module_of(1.0)[0].read().tolist())
 
 
-def test_removing_a_bundle_that_was_replaced_leaves_the_new_one(root: OffloadRoot) -> None:
+def test_removing_a_bundle_that_was_replaced_leaves_the_new_one(temporary: Path) -> None:
+    root = OffloadRoot(None, fingerprint="me")
     [old] = root.write({"a": module_of(1.0)})
     [new] = root.write({"a": module_of(2.0)})
     root.remove([old])
     assert_holds(new, module_of(2.0))
     assert new.index.path.exists()
-    root.remove([new])
-    assert not root.path.exists()
+    root.close()
+    assert content(temporary) == {}, "the new one went with its root"
 
 
 # ---------------------------------------------------------------- removing
@@ -886,6 +896,15 @@ def test_a_file_in_the_place_of_ours_is_not_deleted(root: OffloadRoot, folder: P
     replacement.rename(bundle.file.path)
     root.remove([bundle])
     assert content(folder) == {"a": None, "a/tensors.safetensors": b"mine"}
+
+
+def test_a_file_with_the_number_of_ours_is_not_deleted(root: OffloadRoot) -> None:
+    # As happens where ours was deleted: the file system gives its inode to the next file that is made.
+    [bundle] = root.write({"a": module_of(1.0)})
+    for path in (bundle.file.path, bundle.index.path):
+        path.write_text("mine")
+    root.remove([bundle])
+    assert content(bundle.folder) == {"tensors.safetensors": b"mine", "index.json": b"mine"}
 
 
 def test_a_file_that_cannot_be_deleted_is_named(root: OffloadRoot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -982,24 +1001,32 @@ def test_a_failed_first_write_leaves_no_temporary_folder(temporary: Path) -> Non
     assert content(temporary) == {}
 
 
-def test_a_temporary_root_goes_at_the_end_of_the_process(tmp_path: Path) -> None:
-    run(
-        """
-        tempfile.tempdir = arguments[0]
-        root = OffloadRoot(None, fingerprint="me")
-        root.write({"a": tensors})
-        assert os.listdir(arguments[0])
-        """,
-        tmp_path,
-    )
-    assert content(tmp_path) == {}
-
-
 # ---------------------------------------------------------------- processes and threads
 
 
-def test_a_forked_child_leaves_its_parents_folder_alone(tmp_path: Path) -> None:
+def test_another_process_is_refused_a_folder_in_use_and_ends_without_a_trace(
+    root: OffloadRoot, folder: Path, tmp_path: Path
+) -> None:
+    program = """
+        for fingerprint in ("me", "somebody else"):
+            try:
+                OffloadRoot(arguments[0], fingerprint=fingerprint)
+            except OffloadFolderError as error:
+                print(error)
+        tempfile.tempdir = arguments[1]
+        root = OffloadRoot(None, fingerprint="me")
+        root.write({"a": tensors})
+        assert os.listdir(arguments[1])
+    """
     (tmp_path / "tmp").mkdir()
+    to_us, to_others = run(program, folder, tmp_path / "tmp").splitlines()
+    assert f"{folder} is in use" in to_us
+    assert f"{folder} belongs to another model" in to_others
+    assert content(tmp_path / "tmp") == {}
+    root.write({"a": module_of(1.0)})
+
+
+def test_forked_children_neither_touch_their_parents_folder_nor_keep_its_lock(tmp_path: Path) -> None:
     program = """
         tempfile.tempdir = arguments[0]
         roots = [OffloadRoot(None, fingerprint="me"), OffloadRoot(arguments[1], fingerprint="me")]
@@ -1023,28 +1050,37 @@ def test_a_forked_child_leaves_its_parents_folder_alone(tmp_path: Path) -> None:
         try:
             OffloadRoot(arguments[1], fingerprint="me")
         except OffloadFolderError as error:
-            assert "in use" in str(error), "the child has let go of the lock"
+            assert "in use" in str(error)
         else:
             sys.exit("the child has let go of the lock")
+
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        roots.pop().close()
+        OffloadRoot(arguments[1], fingerprint="me")  # the child, which lives, does not keep the lock
+        os.kill(child, signal.SIGKILL)
+        os.wait()
     """
+    (tmp_path / "tmp").mkdir()
     run(program, tmp_path / "tmp", tmp_path / "given")
     assert content(tmp_path / "tmp") == {}, "the parent's own end removes it"
     assert (tmp_path / "given" / "a" / "tensors.safetensors").exists()
 
 
-def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
-    program = """
-        root = OffloadRoot(arguments[0], fingerprint="me")
-        root.write({"a": tensors})
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-        root.close()
-        second = OffloadRoot(arguments[0], fingerprint="me")
-        os.kill(child, signal.SIGKILL)
-        os.wait()
-    """
-    run(program, tmp_path / "offload")
+def test_a_thread_waits_until_another_ones_write_is_done(root: OffloadRoot) -> None:
+    written: list[Bundle] = []
+    second = threading.Thread(target=lambda: written.extend(root.write({"a": module_of(2.0)})))
+
+    def read() -> torch.Tensor:
+        second.start()
+        second.join(timeout=0.2)
+        assert second.is_alive()
+        return torch.zeros(8, dtype=torch.uint8)
+
+    root.write({"a": [BundleTensor("weight", TensorSpec((8,), torch.uint8), None, read)]})
+    second.join()
+    assert_holds(written[0], module_of(2.0))
 
 
 def test_threads_write_and_remove_side_by_side(root: OffloadRoot, folder: Path) -> None:

@@ -44,7 +44,7 @@ def adopt_model(model: nn.Module, plan: Plan | None) -> None:
         shown = _Shown(model, dispatch)
         try:
             shown.show_all()
-            mover = Mover(model, None, files=shown.files, remember=False)
+            mover = Mover(model, [], files=shown.files, remember=False)
             plan = _as_dispatched(model, shown.where) if plan is None else _with_ties(plan, mover.groups)
             arrange(mover, plan, folder=None)
         except BaseException:

@@ -6,14 +6,16 @@ block (`block.compile()`, `torch.compile(block)`, a compiled `block.forward`), i
 overrides `__call__`), and our `finally` also runs on KeyboardInterrupt, which forward hooks do not see. Copies and
 pickles of a module drop that attribute by themselves. A compiler that traces the model around the block goes straight
 to the block's forward unless the block has hooks: an empty one makes it call the block as everyone does, meet us, and
-break its graph there.
+break its graph there. `__reduce_ex__`, which pickle and copy look up on the instance, leaves that out of copies.
 """
 
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from functools import partial
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -98,6 +100,11 @@ def _moved(arguments: Arguments, device: torch.device, skip: Collection[str] = (
 
 Scope = UnitScope | AlignScope | ModelScope
 
+MANAGER: Final = "_overspill"
+"""The attribute that a managed model keeps its manager in."""
+
+_OURS: Final = frozenset({MANAGER, "__reduce_ex__"})
+
 
 class Interception:
     """One module's calls, led through scopes. `refresh` keeps it in place when the module is compiled later."""
@@ -113,6 +120,7 @@ class Interception:
         self._inner: Call | None = module._compiled_call_impl
         if self._inner is None:
             self._guard = module.register_forward_pre_hook(_empty_hook, prepend=True)
+        module.__dict__["__reduce_ex__"] = partial(_reduced, module)
         self._install()
 
     def _install(self) -> None:
@@ -136,6 +144,7 @@ class Interception:
     def remove(self) -> None:
         """Leave the module as if nobody had stood there. A call that has just come this far finds that out itself."""
         self.removed = True
+        self._module.__dict__.pop("__reduce_ex__", None)
         with self._lock:
             if self._guard is not None:
                 self._guard.remove()
@@ -194,6 +203,17 @@ class Interception:
 
 def _dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules  # importing it ourselves would take longer than all of overspill
+
+
+def _reduced(module: nn.Module, protocol: Any) -> Any:
+    """What copies and pickles of an intercepted module are made of: nothing of ours."""
+    reduced = type(module).__reduce_ex__(module, protocol)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced  # a class that does it in its own way
+    state = {name: value for name, value in reduced[2].items() if name not in _OURS}
+    hooks = state.get("_forward_pre_hooks", {})
+    state["_forward_pre_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if hook is not _empty_hook)
+    return (*reduced[:2], state, *reduced[3:])
 
 
 def _empty_hook(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -120,6 +120,7 @@ class OffloadRoot:
                     draft.write_aside()
                 bundles = [draft.publish(undo) for draft in drafts]
                 self._claim.standing |= {bundle.folder: bundle for bundle in bundles}
+                self._claim.found = False
                 undo.pop_all()
         finally:
             for draft in drafts:
@@ -166,6 +167,7 @@ class _Claim:
         self._owner = os.getpid()
         self._mark: int | None = None  # the descriptor that holds the lock
         self._made = False
+        self.found = False  # the mark was there, and so far nothing of ours was
         self.fingerprint = fingerprint
         self.standing: dict[Path, Bundle] = {}
 
@@ -175,6 +177,7 @@ class _Claim:
             return
         self._unlock()  # someone has deleted our mark, maybe with the folder: a lock on it keeps nobody out
         self.path, made = _make_root(self._given)
+        self.found = (self.path / _MARK).exists()
         try:
             self._mark, self._made = _lock_mark(self.path / _MARK, self.fingerprint, made)
         except BaseException:
@@ -185,6 +188,9 @@ class _Claim:
     def tidy(self) -> None:
         """Give the folder up if it holds no bundle of ours any more: the mark goes, and the folder if we made it."""
         if self._mark is None or self.standing or self._holds_leftovers():
+            return
+        if self.found:
+            self._unlock()
             return
         if self._is_marked():
             with suppress(OSError):  # a folder that has become read-only: it does no harm there
@@ -219,7 +225,7 @@ class _Claim:
     def _holds_leftovers(self) -> bool:
         """Whether an earlier run's bundles lie there yet: without a mark, nobody would know what they are."""
         try:
-            folders = [entry for entry in self.path.iterdir() if not entry.is_symlink() and entry.is_dir()]
+            folders = [entry for entry in self.path.iterdir() if entry.is_dir()]
         except OSError as error:
             return not isinstance(error, FileNotFoundError)  # where we cannot look, there may be some
         return any(_read_index(folder).get("fingerprint") == self.fingerprint for folder in folders)
@@ -438,7 +444,7 @@ def _copy(tensor: BundleTensor, writer: SafetensorsWriter) -> None:
     # A function of its own, so that one tensor's memory is free before the next one is read.
     data = tensor.read()
     assert (data.dtype, data.device, data.is_contiguous()) == (torch.uint8, CPU, True), f"{tensor.name} is no bytes"
-    writer.write(tensor.name, [buffer_of(data)] if data.numel() else [])
+    writer.write(tensor.name, [buffer_of(data)])
 
 
 def _keep_old(path: Path) -> None:
@@ -465,7 +471,9 @@ def _delete(bundle: Bundle) -> None:
             _explained(f"deleting {source.path}", "Delete it yourself"),
             suppress(FileNotFoundError, NotADirectoryError),
         ):
-            if os.lstat(source.path).st_ino == source.inode:
+            now = os.lstat(source.path)
+            # Not by the inode alone: its number is given to another file as soon as ours is gone.
+            if (now.st_ino, now.st_size, now.st_mtime_ns) == (source.inode, source.size, source.mtime_ns):
                 source.path.unlink()
     _remove_if_empty(bundle.folder)
 

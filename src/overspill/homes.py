@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import RangeReader
@@ -201,12 +201,17 @@ class HostTensor(_Home, torch.Tensor):
             memo[id(self)] = plain_parameter(self.detach().clone(), self)
         return cast(torch.Tensor, memo[id(self)])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self.detach()
+        values.__class__ = torch.Tensor
+        return plain_parameter(values, self).__reduce_ex__(protocol)
+
 
 class HostParameter(HostTensor, nn.Parameter):
     """A host home that is a parameter."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain_parameter(self.detach(), self).__reduce_ex__(protocol)
+    __reduce_ex__ = HostTensor.__reduce_ex__  # not Parameter's
 
 
 def host_home(values: torch.Tensor, like: torch.Tensor) -> HostTensor:
@@ -234,6 +239,7 @@ class DiskValues:
         self._reader = reader
         self._lock = threading.Lock()
         self.memory: torch.Tensor | None = None
+        self._slot: HostSlot | None = None
         self.edits = 0  # in-place edits so far: what `_version` is to an ordinary tensor
 
     def read(self) -> torch.Tensor:
@@ -245,16 +251,28 @@ class DiskValues:
         """The values in host memory, where they stay: an edit there is the truth from now on."""
         with self._lock:
             if self.memory is None:
-                self.memory = self._from_files()
+                self._settle(self._from_files())
+            assert self.memory is not None
             return self.memory
 
     def replace(self, values: torch.Tensor) -> None:
         """Take `values` as the truth."""
         with self._lock:
             if self.memory is None:
-                self.memory = _aligned_empty(self.spec)
+                self._settle(_aligned_empty(self.spec))
+            assert self.memory is not None
             self.memory.copy_(values)
             self.edits += 1
+
+    def stamp(self) -> object:
+        """Equal to an earlier one only if nobody can have changed the values since."""
+        if self.memory is None or self._slot is None:
+            return "on disk"
+        return self.edits, self._slot.stamp(self.memory)  # our own writes leave no trace in the memory's version
+
+    def _settle(self, memory: torch.Tensor) -> None:
+        self._slot = HostSlot(memory, lambda: None)  # nothing is ever copied straight from here
+        self.memory = memory
 
     def _from_files(self) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
@@ -335,9 +353,17 @@ class DiskTensor(_Home, torch.Tensor):
         return plain_parameter(self._overspill_values.read().clone(), self)
 
     def data_ptr(self) -> NoReturn:
-        name = self._overspill_values.name
+        self._refuse("address")
+
+    def untyped_storage(self) -> NoReturn:
+        self._refuse("storage")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._overspill_values.promote().__dlpack__(**options)
+
+    def _refuse(self, what: str) -> NoReturn:
         raise StateError(
-            f"{name} lies on disk and has no address. Copy it first: parameter.detach().clone().data_ptr()"
+            f"{self._overspill_values.name} lies on disk and has no {what}. Copy it first: parameter.detach().clone()"
         )
 
     @classmethod
@@ -352,16 +378,20 @@ class DiskTensor(_Home, torch.Tensor):
             return args[0]._overspill_values.read()
         schema = func._schema
         aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
-        names = [argument.name for argument in schema.arguments]
-        plain_args = [_unwrapped(value, promote=names[i] in aliased) for i, value in enumerate(args)]
-        plain_kwargs = {name: _unwrapped(value, promote=name in aliased) for name, value in kwargs.items()}
-        result = func(*plain_args, **plain_kwargs)
+        written = {
+            argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write
+        }
+        given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+        plain = {name: _unwrapped(value, promote=name in aliased) for name, value in given.items()}
+        names = list(given)[: len(args)]
+        result = func(*(plain[name] for name in names), **{name: plain[name] for name in kwargs})
+        for leaf in tree_leaves([given[name] for name in written if name in given]):
+            if isinstance(leaf, DiskTensor):
+                leaf._overspill_values.edits += 1
         returns = schema.returns
         if returns and returns[0].alias_info is not None and returns[0].alias_info.is_write:
-            written = args[0] if args else result
-            if isinstance(written, DiskTensor):
-                written._overspill_values.edits += 1
-                return written
+            target = args[0] if args else result
+            return target if isinstance(target, DiskTensor) else result
         return result
 
 

@@ -1,24 +1,24 @@
 """A model that overspill manages: what it was planned as, where its units are, and how its calls are led."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from overspill.attach import AlignScope, Interception, ModelScope, Scope, UnitScope
+from overspill.attach import MANAGER, AlignScope, Interception, ModelScope, Scope, UnitScope
 from overspill.files import Files
 from overspill.gate import gate_of
+from overspill.homes import DiskTensor, HostTensor
 from overspill.plan import Plan, Tier
 from overspill.rehoming import Origin
 from overspill.residency import Residency, Root
 from overspill.slab import Window
 from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
-
-_ATTRIBUTE = "_overspill"
 
 
 class Managed:
@@ -60,10 +60,11 @@ class Managed:
             around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
             scopes.setdefault(model, []).insert(0, around)
         self._interceptions = [Interception(module, self.gate, makers) for module, makers in scopes.items()]
-        model.__dict__[_ATTRIBUTE] = self
+        if units:
+            model.__dict__[MANAGER] = self
         for unit in units.values():
-            for module in unit.owners():
-                _managed_by[module] = weakref.ref(self)
+            for home in unit.store.homes:
+                _managed_by[home] = weakref.ref(self)
         self.gate.on_idle = partial(_idle, weakref.ref(self))
 
     @property
@@ -85,15 +86,9 @@ class Managed:
             interception.remove()
         self.gate.on_idle = _nothing
         for unit in self.units.values():
-            for module in unit.owners():
-                _managed_by.pop(module, None)
-        self.model.__dict__.pop(_ATTRIBUTE, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the model is an ordinary model with the same values."""
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
+            for home in unit.store.homes:
+                _managed_by.pop(home, None)
+        self.model.__dict__.pop(MANAGER, None)
 
 
 def _idle(reference: "weakref.ref[Managed]") -> None:
@@ -107,14 +102,15 @@ def _nothing() -> None:
     """What an ordinary model does when it is idle."""
 
 
-_managed_by: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Managed]]" = weakref.WeakKeyDictionary()
-"""From each module that holds tensors of a streamed unit to whoever manages that, be it for a larger model."""
+_managed_by = WeakTensorKeyDictionary()
+"""From each home to a weak reference to whoever manages it, be it for a larger model, or for another one."""
 
 
 def managers_of(module: nn.Module) -> list[Managed]:
     """Whoever manages tensors of `module` or of modules in it."""
-    found = (_managed_by.get(part) for part in module.modules())
-    managers = (reference() for reference in found if reference is not None)
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    references = (_managed_by.get(tensor) for tensor in tensors if isinstance(tensor, HostTensor | DiskTensor))
+    managers = (reference() for reference in references if reference is not None)
     return list(dict.fromkeys(manager for manager in managers if manager is not None))
 
 
@@ -151,5 +147,5 @@ def _skipped_keys(model: nn.Module) -> frozenset[str]:
 
 def managed(model: nn.Module) -> Managed | None:
     """How `model` is managed, if it is."""
-    found = model.__dict__.get(_ATTRIBUTE)
+    found = model.__dict__.get(MANAGER)
     return found if isinstance(found, Managed) else None

@@ -7,7 +7,7 @@ or a failed allocation leaves it as it was.
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -52,17 +52,33 @@ class Mover:
     """One change of where the tensors of a model rest. The model's gate is closed meanwhile."""
 
     def __init__(
-        self, model: nn.Module, manager: Managed | None, *, files: Files | None = None, remember: bool = True
+        self, model: nn.Module, managers: Sequence[Managed], *, files: Files | None = None, remember: bool = True
     ) -> None:
         self.model = model
         self.groups = tensor_groups(model)
-        self._manager = manager
         self.remembers = remember  # where a tensor was, to restore it there
-        self._files = files or (Files() if manager is None else manager.files)
-        self._transfers: dict[torch.device, Transfer] = {} if manager is None else dict(manager.transfers)
-        self._origins = {} if manager is None else dict(manager.origins)
+        self._managers = list(managers)  # of the model, and of parts of it: all of it will have one
         self._names = {id(group.tensor): name for name, group in self.groups.items()}
+        self._streamed = [entry for manager in managers for entry in self._entries(manager)]
+        self._files = files or next((manager.files for manager in managers), None) or Files()
+        self._transfers: dict[torch.device, Transfer] = {}
+        self._origins: dict[int, Origin] = {}
+        for manager in managers:
+            self._transfers |= manager.transfers
+            self._origins |= manager.origins
         self._staged = _Staged()
+
+    def _entries(self, manager: Managed) -> Iterator[tuple[Placement, StreamedUnit]]:
+        """What a manager streams, by the names that it has in this model."""
+        path = next(path for path, module in self.model.named_modules() if module is manager.model)
+        for placement in manager.plan.placements:
+            unit = manager.units.get(placement.unit.name)
+            if unit is not None and placement.tier is not Tier.DEVICE:
+                here = _below(path, placement.unit)
+                # A tensor that is tied to one outside of the manager's part may have another first name here.
+                named = zip(unit.store.homes, here.tensors, strict=True)
+                tensors = tuple(self._names.get(id(home), name) for home, name in named)
+                yield replace(placement, unit=replace(here, tensors=tensors)), unit
 
     # What there is.
 
@@ -71,13 +87,17 @@ class Mover:
         tensor = self.groups[name].tensor
         return tier_of(tensor) is Tier.DEVICE and tensor.device == device
 
+    def is_others(self, name: str) -> bool:
+        """Whether a tensor is offloaded as a part of another model."""
+        tensor = self.groups[name].tensor
+        return tier_of(tensor) is not Tier.DEVICE and not any(_holds(unit, tensor) for _, unit in self._streamed)
+
     def device_of(self, name: str) -> torch.device:
         """Where a tensor computes now."""
         tensor = self.groups[name].tensor
         if tier_of(tensor) is Tier.DEVICE:
             return tensor.device
-        assert self._manager is not None
-        return next(unit.device for unit in self._manager.units.values() if _holds(unit, tensor))
+        return next(unit.device for _, unit in self._streamed if _holds(unit, tensor))
 
     def origin_of(self, name: str) -> Origin:
         """What a tensor was before it was offloaded; for one that was loaded, what it would be on its device."""
@@ -170,7 +190,9 @@ class Mover:
         }
         spans: dict[str, Sequence[FileSpan]] = {}
         if written:
-            self._staged.bundles = self._files.write(written, folder, fingerprint=_fingerprint(self.groups))
+            # A folder that a part of this model writes to is this model's.
+            files = next((manager.files for manager in self._managers if manager.files.has(folder)), self._files)
+            self._staged.bundles = files.write(written, folder, fingerprint=_fingerprint(self.groups))
         for bundle, tensors in zip(self._staged.bundles, written.values(), strict=True):
             spans |= {tensor.name: _spans(bundle, tensor) for tensor in tensors}
         for placement in placements:
@@ -222,27 +244,28 @@ class Mover:
 
     def abandon(self) -> None:
         """Remove what was staged on disk."""
-        used = set() if self._manager is None else _files_of(self._manager.units.values())
-        self._files.forget(used, delete=True)
+        used = _files_of(unit for _, unit in self._streamed)
+        for files in {self._files, *(manager.files for manager in self._managers)}:
+            files.forget(used, delete=True)
 
     # The last step.
 
     def commit(self, *, windows: Mapping[torch.device, int] | None = None, delete: bool = False) -> None:
         """Let the model be what was staged. `windows`: memory held for streaming; else it is taken for calls only."""
-        staged, before = self._staged, self._manager
+        staged = self._staged
         moved = {id(tensor) for placement, _ in staged.stores for tensor in self._tensors(placement.unit)}
         moved |= {id(tensor) for tensor, _ in staged.plain}
-        if windows is None and before is not None:
-            windows = {device: window.nbytes for device, window in before.windows.items() if window.held}
+        held = self._held_windows() if windows is None else windows
         kept = [(self._narrowed(placement, at), unit, at) for placement, unit, at in self._untouched(moved)]
         placements = [*(placement for placement, _, _ in kept), *(placement for placement, _ in staged.stores)]
-        held = windows or {}
         taken = {  # the last thing that may fail
             device: Window(nbytes, device, streams=self._transfer(device).streams, held=device in held)
             for device, nbytes in _window_sizes(placements, held).items()
         }
-        if before is not None:
-            before.detach()
+        for manager in self._managers:
+            manager.detach()
+            if manager.files is not self._files:
+                self._files.take_over(manager.files)
         streamed: list[tuple[Placement, StreamedUnit]] = []
         for placement, unit, indices in kept:
             whole = len(indices) == len(unit.store.homes)
@@ -275,15 +298,22 @@ class Mover:
             for place in group.places:
                 refresh_flat_weights(place.module)
 
+    def _held_windows(self) -> dict[torch.device, int]:
+        """The memory that is held for streaming now."""
+        held: dict[torch.device, int] = {}
+        for window in (window for manager in self._managers for window in manager.windows.values()):
+            if window.held:
+                held[window.device] = max(window.nbytes, held.get(window.device, 0))
+        return held
+
     def _untouched(self, moved: Collection[int]) -> Iterator[tuple[Placement, StreamedUnit, list[int]]]:
         """What streams already and is not moved: units, or the rest of them."""
-        if self._manager is None:
-            return
-        placements = {placement.unit.name: placement for placement in self._manager.plan.placements}
-        for name, unit in self._manager.units.items():
-            indices = [index for index, home in enumerate(unit.store.homes) if id(home) not in moved]
+        for placement, unit in self._streamed:
+            # What the user has put another tensor in the place of is no part of the model any more.
+            here = [id(home) in self._names and id(home) not in moved for home in unit.store.homes]
+            indices = [index for index, stays in enumerate(here) if stays]
             if indices:
-                yield placements[name], unit, indices
+                yield placement, unit, indices
 
     def _narrowed(self, placement: Placement, indices: Sequence[int]) -> Placement:
         """The placement of some of a unit's tensors."""
@@ -352,6 +382,19 @@ def describe(model: nn.Module, streamed: Sequence[Placement], windows: Mapping[t
     )
 
 
+def _below(path: str, unit: Unit) -> Unit:
+    """A unit of a part of a model, by the names that it has in the model."""
+    if not path:
+        return unit
+
+    def full(name: str) -> str:
+        return f"{path}.{name}" if name else path
+
+    return replace(
+        unit, name=full(unit.name), roots=tuple(map(full, unit.roots)), tensors=tuple(map(full, unit.tensors))
+    )
+
+
 def _named_apart(streamed: list[tuple[Placement, StreamedUnit]]) -> list[tuple[Placement, StreamedUnit]]:
     """No two units of one name: what is left of a unit and what was moved of it have the same root."""
     taken: set[str] = set()
@@ -359,9 +402,8 @@ def _named_apart(streamed: list[tuple[Placement, StreamedUnit]]) -> list[tuple[P
     for placement, unit in streamed:
         name = placement.unit.name if placement.unit.name not in taken else placement.unit.tensors[0]
         taken.add(name)
-        renamed = Unit(**{**vars(placement.unit), "name": name})
         unit.name = name
-        result.append((Placement(unit=renamed, tier=placement.tier, device=placement.device), unit))
+        result.append((replace(placement, unit=replace(placement.unit, name=name)), unit))
     return result
 
 

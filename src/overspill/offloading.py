@@ -1,5 +1,6 @@
 """Offload and restore: parts of a model in memory, gone to another tier and back."""
 
+import itertools
 import os
 import sys
 import threading
@@ -24,6 +25,10 @@ from overspill.units import cut_out, is_below, owner_path
 
 _verbs = threading.RLock()
 """One change at a time in this process. Taken behind the gates, so that nobody who holds it waits for a call."""
+
+
+class NothingToOffloadError(StateError):
+    """All that was named is too small to move, or not stored."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,8 @@ def offload_parts(
     paths = find_modules(model, modules)
     with changing(model, "offload a model"):
         model, paths = _within_manager(model, paths)
-        mover = Mover(model, managed(model))
+        inside = [manager for manager in managers_of(model) if manager.model in set(model.modules())]
+        mover = Mover(model, inside)
         moving, stayed = _to_move(mover, paths, tier, min_bytes)
         placements = [
             Placement(unit=unit, tier=tier, device=_device(mover, unit.tensors, device))
@@ -129,7 +135,7 @@ def offload_by_plan(model: nn.Module, plan: Plan, folder: str | os.PathLike[str]
             raise PlanError(
                 f"the plan casts to {plan.dtype}, and a model in memory keeps its dtypes. Plan without dtype="
             )
-        return arrange(Mover(model, None), plan, folder)
+        return arrange(Mover(model, []), plan, folder)
 
 
 def arrange(mover: Mover, plan: Plan, folder: str | os.PathLike[str] | None) -> Offloaded:
@@ -160,47 +166,67 @@ def restore_parts(
     device: torch.device | str | int | None,
     dtype: torch.dtype | None,
     delete: bool,
+    buffers: bool = True,
     offloaded: bool = True,
 ) -> None:
-    """Make `modules` of `model` ordinary again. `offloaded`: it is a mistake if they are ordinary already."""
+    """Make `modules` of `model` ordinary again.
+
+    `buffers`: `device` and `dtype` are for them too. `offloaded`: it is a mistake if the modules are ordinary already.
+    """
     if dtype is not None and not dtype.is_floating_point:
         raise PlanError(f"weights cannot be cast to {dtype}. Give a floating-point dtype, or None to keep each one's")
     target = None if device is None else compute_device(device)
     paths = find_modules(model, modules)
     with changing(model, "restore a model"):
         parts = [model.get_submodule(path) for path in paths]
-        managers = list(dict.fromkeys(manager for part in parts for manager in managers_of(part)))
-        if not managers and offloaded:
-            named = ", ".join(repr(path) for path in paths if path) or "this model"
-            raise StateError(f"nothing of {named} is offloaded, so there is nothing to restore")
-        movers = [Mover(manager.model, manager) for manager in managers] or [Mover(model, None)]
+        # Also a manager of which the user has put other modules in the place of all that it streams.
+        own = [manager for part in parts if (manager := managed(part)) is not None]
+        managers = list(dict.fromkeys([*own, *(manager for part in parts for manager in managers_of(part))]))
+        for path, part in zip(paths, parts, strict=True):
+            if offloaded and not own and not _is_offloaded(part):
+                named = repr(path) if path else "this model"
+                raise StateError(f"nothing of {named} is offloaded, so there is nothing to restore")
+        movers = [Mover(manager.model, [manager]) for manager in managers] or [Mover(model, [])]
         for mover in movers:
-            _restore(mover, parts, target, dtype, delete)
+            _restore(mover, parts, _Wish(target, dtype, buffers), delete)
 
 
-def _restore(
-    mover: Mover, parts: Sequence[nn.Module], device: torch.device | None, dtype: torch.dtype | None, delete: bool
-) -> None:
-    chosen = {module for part in parts for module in part.modules()}
-    names = [
-        name
-        for name, group in mover.groups.items()
-        if any(place.module in chosen for place in group.places) and _changes(mover, name, device, dtype)
-    ]
+def _is_offloaded(module: nn.Module) -> bool:
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return any(tier_of(tensor) is not Tier.DEVICE for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """Where, and in which dtype, restored tensors shall be."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    buffers: bool
+
+    def of(self, mover: Mover, name: str) -> tuple[torch.device, torch.dtype | None]:
+        before = mover.origin_of(name).device
+        if mover.groups[name].kind == "buffer" and not self.buffers:
+            return before, None
+        return self.device or before, self.dtype
+
+    def changes(self, mover: Mover, name: str) -> bool:
+        """Whether restoring touches a tensor at all."""
+        tensor = mover.groups[name].tensor
+        if tensor.is_meta:
+            return False
+        if tier_of(tensor) is not Tier.DEVICE:
+            return True
+        device, dtype = self.of(mover, name)
+        return device != tensor.device or (tensor.is_floating_point() and dtype not in (None, tensor.dtype))
+
+
+def _restore(mover: Mover, parts: Sequence[nn.Module], wish: _Wish, delete: bool) -> None:
+    chosen = {id(tensor) for part in parts for tensor in itertools.chain(part.parameters(), part.buffers())}
+    names = [name for name, group in mover.groups.items() if id(group.tensor) in chosen and wish.changes(mover, name)]
     with _all_or_nothing(mover):
-        mover.stage_plain(names, lambda name: (device or mover.origin_of(name).device, dtype))
+        mover.stage_plain(names, lambda name: wish.of(mover, name))
         mover.commit(delete=delete)
-
-
-def _changes(mover: Mover, name: str, device: torch.device | None, dtype: torch.dtype | None) -> bool:
-    """Whether restoring touches a tensor at all."""
-    tensor = mover.groups[name].tensor
-    if tensor.is_meta:
-        return False
-    if tier_of(tensor) is not Tier.DEVICE:
-        return True
-    where = device or mover.origin_of(name).device
-    return where != tensor.device or (dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype)
 
 
 def _tier(to: str) -> Tier:
@@ -210,9 +236,7 @@ def _tier(to: str) -> Tier:
 
 
 def _within_manager(model: nn.Module, paths: list[str]) -> tuple[nn.Module, list[str]]:
-    """`paths` as whoever manages them already knows them: that may be a larger model, of which this is a part."""
-    if managed(model) is not None:
-        return model, paths
+    """`paths` in the larger model that `model` is a part of, if that is managed already: it has one manager."""
     for manager in managers_of(model):
         for path, module in manager.model.named_modules():
             if module is model:
@@ -230,7 +254,7 @@ def _to_move(mover: Mover, paths: list[str], tier: Tier, min_bytes: int) -> tupl
             continue
         if group.tensor.is_meta:
             refuse([name], "on the meta device, without values. Load the model first: overspill.load")
-        if tier_of(group.tensor) is tier:
+        if tier_of(group.tensor) is tier or mover.is_others(name):
             already.append(name)
         elif _is_worth_it(group, paths, min_bytes):
             moving.append(name)
@@ -240,7 +264,7 @@ def _to_move(mover: Mover, paths: list[str], tier: Tier, min_bytes: int) -> tupl
         place = "on disk" if tier is Tier.DISK else "in host memory"
         refuse(already, f"already offloaded, {place}. Restore it first, or name other modules")
     if not moving:
-        raise StateError(
+        raise NothingToOffloadError(
             f"nothing to offload: no leaf below {', '.join(map(repr, paths))} holds {min_bytes} bytes or more. "
             "Lower min_bytes, or name other modules"
         )

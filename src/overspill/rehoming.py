@@ -5,19 +5,25 @@ another. To and from a disk home, which has no memory and another dispatch, by e
 objects, as torch's own `swap_tensors` does; unlike that function we allow weak references, which compilers hold on
 parameters and which go on meaning the same object. A body that a graph has saved cannot be exchanged: the gradient
 would arrive at the old one.
+
+Note: other threads. They may read the tensor at any step of a change, so the steps are in an order that keeps each of
+them right: what a class needs is there before the class is, and a disk home's class also does for a body with memory.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.errors import StateError
-from overspill.homes import DiskTensor, DiskValues, HostParameter, HostTensor, disk_home
+from overspill.homes import DiskTensor, DiskValues, HostParameter, HostSlot, HostTensor, disk_home
 
-_OURS = ("_overspill_slot", "_overspill_values")
+_OF_HOST_HOMES = "_overspill_slot"
+_OF_DISK_HOMES = ("_overspill_values", "_is_param")  # the second is torch's mark on a subclass's parameter
 
 
 @dataclass(frozen=True)
@@ -42,16 +48,30 @@ def check_can_turn(name: str, tensor: torch.Tensor) -> None:
         raise StateError(f"{name} is a {tensor.layout} tensor: only dense ones can be offloaded")
     if not tensor.is_leaf:
         raise StateError(f"{name} is the result of a computation, not a parameter. Detach it first")
-    if tensor.requires_grad and _users(tensor) > 2:
+    if tensor.requires_grad and not _is_let_go(tensor):
         raise StateError(
             f"{name} is part of a computation whose backward has not run yet. Run it, or drop its result, first"
         )
 
 
-def turn_into_host_home(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Let `tensor` be a host home over `values`, which must have a storage of its own. It needs a slot yet."""
-    _give_memory(tensor, values)
+def _is_let_go(tensor: torch.Tensor) -> bool:
+    """Whether no graph holds the tensor. Another thread may just be reading it: that ends by itself."""
+    for _ in range(50):
+        if _users(tensor) <= 2:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def turn_into_host_home(
+    tensor: torch.Tensor, memory: Callable[[], torch.Tensor], settle: Callable[[], None]
+) -> HostSlot:
+    """Let `tensor` be a host home over `memory`, which must have a storage of its own."""
+    _give_memory(tensor, memory())
+    slot = HostSlot(tensor, settle)  # now that nobody but the tensor holds the memory
+    tensor.__dict__["_overspill_slot"] = slot
     tensor.__class__ = HostParameter if isinstance(tensor, nn.Parameter) else HostTensor
+    return slot
 
 
 def turn_into_disk_home(tensor: torch.Tensor, values: DiskValues) -> None:
@@ -59,7 +79,14 @@ def turn_into_disk_home(tensor: torch.Tensor, values: DiskValues) -> None:
     if isinstance(tensor, DiskTensor) and tensor._overspill_values is values:
         return
     body = disk_home(values, tensor)
-    _exchange(tensor, body, keep=("_overspill_values",))
+    _hand_over(tensor, body)
+    with torch._C.DisableTorchFunctionSubclass():
+        kind = type(tensor)
+        tensor.__dict__.update({name: body.__dict__[name] for name in _OF_DISK_HOMES if name in body.__dict__})
+        tensor.__class__ = DiskTensor
+        torch._C._swap_tensor_impl(tensor, body)
+        tensor.__dict__.pop(_OF_HOST_HOMES, None)
+        body.__class__ = kind
 
 
 def turn_into_plain(tensor: torch.Tensor, values: torch.Tensor, kind: type[torch.Tensor]) -> None:
@@ -77,8 +104,13 @@ def _give_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Leave `tensor` an ordinary tensor over `values`."""
     if isinstance(tensor, DiskTensor):
         body = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values.detach()
-        body.__dict__.update(tensor.__dict__)
-        _exchange(tensor, body)
+        _hand_over(tensor, body)
+        kind = plain_kind(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch._C._swap_tensor_impl(tensor, body)
+            cast(torch.Tensor, tensor).__class__ = kind
+            body.__dict__.update({name: tensor.__dict__.pop(name, None) for name in _OF_DISK_HOMES})
+            body.__class__ = DiskTensor
         return
     with torch._C.DisableTorchFunctionSubclass():
         gradient, tensor.grad = tensor.grad, None
@@ -86,12 +118,11 @@ def _give_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
         if gradient is not None:
             tensor.grad = gradient.to(values.device, values.dtype)
     tensor.__class__ = plain_kind(tensor)
-    for attribute in _OURS:
-        tensor.__dict__.pop(attribute, None)
+    tensor.__dict__.pop(_OF_HOST_HOMES, None)
 
 
-def _exchange(tensor: torch.Tensor, body: torch.Tensor, keep: tuple[str, ...] = ()) -> None:
-    """Give `tensor` the class, attributes and values of `body`; its gradient and hooks stay its own."""
+def _hand_over(tensor: torch.Tensor, body: torch.Tensor) -> None:
+    """Give `body`, which is to be the tensor's, its gradient and hooks."""
     if tensor.requires_grad:
         _refuse_late_gradients(tensor)
     with torch._C.DisableTorchFunctionSubclass():
@@ -99,12 +130,6 @@ def _exchange(tensor: torch.Tensor, body: torch.Tensor, keep: tuple[str, ...] = 
             body.grad = tensor.grad.to(body.device, body.dtype)
         body._backward_hooks = tensor._backward_hooks
         body._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
-        for attribute in _OURS:
-            if attribute not in keep:
-                body.__dict__.pop(attribute, None)
-        torch._C._swap_tensor_impl(tensor, body)
-        tensor.__class__, body.__class__ = body.__class__, tensor.__class__
-        tensor.__dict__, body.__dict__ = body.__dict__, tensor.__dict__
 
 
 def _refuse_late_gradients(tensor: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Where homes keep their bytes: in pinned host memory or on disk. One store a unit."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -25,6 +26,9 @@ class Store(Protocol):
 
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
         """Start to bring all bytes to `slab`."""
+
+    def brings(self, index: int) -> bool:
+        """Whether `fetch` brings a tensor. Else it takes a `refresh`."""
 
     def stamps(self) -> list[object]:
         """One a tensor: equal to an earlier one only if the values cannot have changed since."""
@@ -116,9 +120,8 @@ class HostStore:
     def move_in(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let `tensors`, the objects themselves, have their values in this memory from now on."""
         for index, tensor in enumerate(tensors):
-            turn_into_host_home(tensor, self._shaped(index))
+            self._slots.append(turn_into_host_home(tensor, partial(self._shaped, index), self.settle))
             self.homes.append(tensor)
-        self._settle_in()
 
     def _shaped(self, index: int) -> torch.Tensor:
         return self.layout.specs[index].shaped(self._elements(index))
@@ -155,6 +158,9 @@ class HostStore:
             # Someone holds an alias, and may write through it as soon as this returns.
             self.settle()
         return fetch
+
+    def brings(self, index: int) -> bool:
+        return True
 
     def stamps(self) -> list[object]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -219,8 +225,11 @@ class DiskStore:
             pieces += self.pieces(index, slab.memory[offset : offset + spec.nbytes])
         return transfer.from_disk(merged(pieces), self._reader, slab=slab, priority=priority)
 
+    def brings(self, index: int) -> bool:
+        return self._values[index].memory is None
+
     def stamps(self) -> list[object]:
-        return ["on disk" if values.memory is None else object() for values in self._values]
+        return [values.stamp() for values in self._values]
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(self._values[index].read())

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU
 from overspill.graph import onload
@@ -22,6 +23,8 @@ from overspill.slab import Slab
 from overspill.store import Store
 from overspill.tensors import Place, TensorSpec
 from overspill.transfer import Fetch, Transfer
+
+_NOT_FETCHED = object()  # equal to no stamp
 
 
 class LiveParameter(nn.Parameter):
@@ -75,10 +78,6 @@ class StreamedUnit:
         self._strays: list[_Bound] = []
         self._bound_with_grad = False
 
-    def owners(self) -> set[nn.Module]:
-        """The modules that hold its tensors."""
-        return {place.module for places in self._places for place in places}
-
     def part(self, indices: Sequence[int]) -> "StreamedUnit":
         """Some of its tensors, where they are, as a unit of their own. This one is not used any more."""
         places = [self._places[index] for index in indices]
@@ -87,7 +86,8 @@ class StreamedUnit:
     # HOME -> FETCHING, and back to HOME from anywhere.
 
     def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
-        self._stamps = self.store.stamps()
+        stamps = enumerate(self.store.stamps())
+        self._stamps = [stamp if self.store.brings(index) else _NOT_FETCHED for index, stamp in stamps]
         self.slab = slab
         self.fetch = self.store.fetch(slab, transfer, priority)
 
@@ -111,7 +111,7 @@ class StreamedUnit:
                 self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
                 self._versions = [live._version for live in self._live]
             stamps = self.store.stamps()
-            if stamps != self._stamps:
+            if stamps != self._stamps and not self._bound_with_grad:  # else a graph that is being made depends on them
                 self._refresh_edited(stamps)
 
     def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
@@ -193,7 +193,7 @@ class StreamedUnit:
     def _unbind_tensors(self) -> None:
         for bound in self._bound:
             bound.undo()
-        self._bound = []
+        self._bound, self._bound_with_grad = [], False
         for places in self._places:
             for place in places:
                 refresh_flat_weights(place.module)
@@ -202,11 +202,18 @@ class StreamedUnit:
         """Send home what was written to live tensors."""
         with torch.inference_mode(False), torch.no_grad():
             for index, live in enumerate(self._live):
-                if live._version == self._versions[index] and not self._edited_through_data(index, live):
+                if not self._was_written(index, live):
                     continue
                 self.store.absorb(index, live.detach())
                 self._versions[index] = live._version
                 self._stamps[index] = self.store.stamps()[index]
+
+    def _was_written(self, index: int, live: torch.Tensor) -> bool:
+        return (
+            live._version != self._versions[index]
+            or any(_updates_unseen(place) for place in self._places[index])
+            or self._edited_through_data(index, live)
+        )
 
     def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
         if not getattr(live, "data_was_used", False):
@@ -218,6 +225,12 @@ class StreamedUnit:
         self.store.refresh(index, before)
         flat = self.store.layout.specs[index].flat
         return not torch.equal(flat(before).view(torch.uint8), flat(live.detach().cpu()).view(torch.uint8))
+
+
+def _updates_unseen(place: Place) -> bool:
+    """Whether its module writes to a buffer in each call without a trace in the version: normalisations in training."""
+    module = place.module
+    return isinstance(module, _NormBase) and module.training and place.name in ("running_mean", "running_var")
 
 
 class _GradientGoesHome:

@@ -102,6 +102,7 @@ def test_metadata_and_names_in_any_script_arrive(path: Path) -> None:
 def test_the_data_starts_on_a_page_however_long_the_header_is(count: int) -> None:
     layout = lay_out([(f"tensor.{index}", TensorSpec((2,), torch.float32)) for index in range(count)])
     assert len(layout.header) % 4096 == 0
+    assert layout.header.rstrip(b" ").endswith(b"}")
     assert list(layout.offsets.values()) == [len(layout.header) + 8 * index for index in range(count)]
     assert layout.nbytes == len(layout.header) + 8 * count
 
@@ -176,7 +177,7 @@ def test_a_tensor_may_come_in_chunks_of_any_size(chunk: int, path: Path, monkeyp
 def test_chunks_need_not_be_views_of_bytes(path: Path) -> None:
     values = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     with SafetensorsWriter(path, lay_out([("x", TensorSpec.of(values))])) as file:
-        file.write("x", [memoryview(b""), memoryview(values.numpy())])
+        file.write("x", [memoryview(b""), memoryview(torch.empty(0, 3).numpy()), memoryview(values.numpy())])
     assert torch.equal(load_file(path)["x"], values)
 
 
@@ -208,7 +209,8 @@ class ShortWrites(FileIO):
 def test_a_write_that_does_only_a_part_is_continued(path: Path) -> None:
     with ShortWrites(path, "wb") as file:
         write_all(file, memoryview(b"hello, world"))
-    assert path.read_bytes() == b"hello, world"
+        write_all(file, memoryview(torch.tensor([[1], [2], [3]], dtype=torch.int16).numpy()))
+    assert path.read_bytes() == b"hello, world\1\0\2\0\3\0"
 
 
 # ---------------------------------------------------------------- what goes wrong

@@ -301,9 +301,7 @@ class _Survey:
 
         def is_known(group: TensorGroup) -> bool:
             slots = (self._slots.get((id(place.module), place.name)) for place in group.places)
-            return id(group.tensor) in self._tied or any(
-                slot.key in slot.hook.tied_params_names for slot in slots if slot is not None
-            )
+            return id(group.tensor) in self._tied or any(slot is not None and _knows_as_tied(slot) for slot in slots)
 
         return [name for name, group in groups.items() if is_known(group)]
 
@@ -362,6 +360,12 @@ class _Survey:
                 f"rounds twice. Load the model again with dtype={shown}"
             )
         return shown
+
+
+def _knows_as_tied(slot: _Slot) -> bool:
+    # Hooks tell tied tensors by their addresses. Null is that of every meta tensor: older versions take all for tied
+    # as soon as two were.
+    return slot.key in slot.hook.tied_params_names and 0 not in (slot.hook.tied_params_map or {})
 
 
 def _nearest(candidates: Iterable[Dispatched | None]) -> Dispatched | None:
