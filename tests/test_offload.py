@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 
 import overspill
 from overspill.checkpoint.reader import FileReader
@@ -698,6 +699,34 @@ def test_an_edit_moves_along_to_another_tier(
     assert_ordinary(model, twin)
 
 
+def test_parameters_put_in_the_place_of_offloaded_ones_can_go_and_come_back(where: Where) -> None:
+    model = aligned(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))).to(where.device)
+    twin, x = copy.deepcopy(model), torch.randn(2, 64)
+    where.offload(model)
+    for index in (1, 0):
+        for name, p in list(twin[index].named_parameters()):
+            values = torch.randn_like(p)
+            for net in (model, twin):
+                setattr(net[index], name, nn.Parameter(values.clone()))
+        assert_right(model, twin, x)
+    overspill.offload(model, to="disk")
+    assert away(model) == {"0.weight", "0.bias", "1.weight"}
+    assert_right(model, twin, x)
+    overspill.restore(model)
+    assert_ordinary(model, twin, x)
+
+
+def test_a_model_whose_offloaded_parameters_were_all_replaced_is_ordinary_after_restore(where: Where) -> None:
+    model = aligned(nn.Linear(64, 64, bias=False)).to(where.device)
+    where.offload(model)
+    model.weight = nn.Parameter(torch.randn(64, 64, device=where.device))
+    twin = aligned(nn.Linear(64, 64, bias=False)).to(where.device)
+    twin.load_state_dict(model.state_dict())
+    assert_right(model, twin, torch.randn(2, 64))
+    overspill.restore(model)
+    assert_ordinary(model, twin, torch.randn(2, 64))
+
+
 def test_an_alias_taken_while_offloaded_writes_to_the_model(where: Where, model: Net, twin: Net) -> None:
     where.offload(model)
     ours, theirs = model.blocks[0].up.weight.detach().view(-1), twin.blocks[0].up.weight.detach().view(-1)
@@ -917,6 +946,25 @@ def test_parts_that_were_given_as_modules_come_back_with_their_model(where: Wher
     assert_ordinary(model, twin)
 
 
+@pytest.mark.parametrize("module_first", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_some_parts_given_as_modules_and_others_as_paths(
+    at_once: bool, module_first: bool, where: Where, model: Net, twin: Net
+) -> None:
+    for turn in (0, 1) if module_first else (1, 0):
+        where.offload(model.blocks[1]) if turn == 0 else where.offload(model, modules=["blocks.2", "embed"])
+        assert_right(model, twin)
+    if at_once:
+        overspill.restore(model)
+    else:
+        overspill.restore(model.blocks[2])
+        overspill.restore(model, modules=["blocks.1"])
+        assert away(model) == {"embed.weight"}
+        assert_right(model, twin)
+        overspill.restore(model.head)
+    assert_ordinary(model, twin)
+
+
 def test_parts_that_were_given_as_modules_move_on_with_their_model(where: Where, model: Net, twin: Net) -> None:
     where.offload(model.blocks[1])
     other = "cpu" if where.tier == "disk" else "disk"
@@ -973,7 +1021,7 @@ def test_the_roots_own_tensors_move_are_in_state_dict_and_come_back(where: Where
 
 
 class Wrapper(nn.Module):
-    """Holds the real module, as DataParallel and its like do."""
+    """Holds the real module, as many wrappers do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -984,13 +1032,13 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("path", ["blocks.1", "module.blocks.1"])
-@pytest.mark.parametrize("wrap", [Wrapper, nn.DataParallel])
+@pytest.mark.parametrize("wrap", [Wrapper, AveragedModel])
 def test_a_path_through_a_wrapper_may_leave_it_out(
     wrap: Callable[[nn.Module], nn.Module], path: str, where: Where, model: Net, twin: Net
 ) -> None:
     wrapped, other = wrap(model), wrap(twin)
     where.offload(wrapped, modules=[path])
-    assert away(model) == {f"blocks.1.{name}" for name in MOVED_OF_A_BLOCK}
+    assert away(wrapped) == {f"module.blocks.1.{name}" for name in MOVED_OF_A_BLOCK}
     assert_right(wrapped, other)
     overspill.restore(wrapped, modules=[path])
     assert_plain(wrapped, other)
@@ -1143,6 +1191,22 @@ def test_running_statistics_are_kept_up(training: bool, where: Where) -> None:
     assert_plain(model, twin)
     assert int(model[1].num_batches_tracked) == (6 if training else 0)
     assert_ordinary(model, twin, torch.randn(4, 64, 16))
+
+
+def test_batch_norms_train_while_offloaded(where: Where) -> None:
+    model = aligned(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.BatchNorm1d(64)))
+    model.to(where.device).train()
+    twin = copy.deepcopy(model)
+    where.offload(model, min_bytes=0)
+    for _ in range(3):
+        x = torch.randn(4, 64, device=where.device)
+        for net in (model, twin):
+            train_step(net, x)
+        same_gradients(model, twin)
+    assert_same_state(model, twin)
+    assert int(model[1].num_batches_tracked) == 3
+    overspill.restore(model)
+    assert_ordinary(model, twin, torch.randn(4, 64))
 
 
 DTYPES = [
@@ -1341,6 +1405,22 @@ def test_a_tie_between_parts_that_go_one_after_the_other(where: Where, model: Ne
     assert_same_state(model, twin)
     if away(model):
         overspill.restore(model)
+    assert_ordinary(model, twin)
+
+
+def test_a_tie_that_went_with_a_module_of_its_own_is_no_obstacle_for_others(
+    where: Where, model: Net, twin: Net
+) -> None:
+    for net in (model, twin):
+        net.blocks[2].up.weight = net.blocks[0].up.weight
+    where.offload(model.blocks[2])
+    where.offload(model, modules=["blocks.1"])
+    assert_right(model, twin)
+    overspill.restore(model, modules=["blocks.0"])
+    assert not is_away(model.blocks[2].up.weight)
+    assert is_away(model.blocks[2].down.weight)
+    assert_right(model, twin)
+    overspill.restore(model)
     assert_ordinary(model, twin)
 
 
@@ -1667,6 +1747,19 @@ def test_copies_and_pickles_of_an_offloaded_model_are_ordinary(where: Where, mod
             copied.blocks[0].up.weight.zero_()
     assert away(model) == names
     assert_right(model, twin)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+@pytest.mark.parametrize("parts", [["child"], [""]])
+def test_copies_of_what_is_partly_restored_are_ordinary(
+    parts: list[str], copied: Callable[[nn.Module], nn.Module], where: Where
+) -> None:
+    model = aligned(OwnsTensors()).to(where.device)
+    twin, x = copy.deepcopy(model), torch.randn(2, 64)
+    where.offload(model)
+    overspill.restore(model, modules=parts)
+    assert_plain(copied(model).cpu(), copied(twin).cpu())
+    assert_right(model, twin, x)
 
 
 def test_a_state_dict_can_be_saved_and_loaded(where: Where, model: Net, twin: Net, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import torch
@@ -147,6 +148,18 @@ class PinnedRanges:
     def __del__(self) -> None:
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+
+
+def files_in_memory() -> list[tuple[int, int]]:
+    """The address ranges of this process that show files. To pin such a page is to copy it."""
+    maps = Path("/proc/self/maps")
+    ranges = []
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        span, _, _, _, inode, *_ = line.split()
+        if int(inode):
+            start, end = span.split("-")
+            ranges.append((int(start, 16), int(end, 16)))
+    return ranges
 
 
 def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -255,14 +255,14 @@ class DiskValues:
             assert self.memory is not None
             return self.memory
 
-    def replace(self, values: torch.Tensor) -> None:
-        """Take `values` as the truth."""
+    def replace(self, values: torch.Tensor, *, seen: bool = True) -> None:
+        """Take `values` as the truth. `seen`: as an edit that autograd notices."""
         with self._lock:
             if self.memory is None:
                 self._settle(_aligned_empty(self.spec))
             assert self.memory is not None
             self.memory.copy_(values)
-            self.edits += 1
+            self.edits += seen
 
     def stamp(self) -> object:
         """Equal to an earlier one only if nobody can have changed the values since."""

@@ -4,6 +4,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,12 +57,11 @@ class Managed:
         if len(plan.devices) > 1:
             for module, device in _aligned(model, plan):
                 scopes.setdefault(module, []).append(partial(AlignScope, device))
-        if scopes:  # around all others, also where the model is itself a unit
+        if units:  # around all others, also where the model is itself a unit, or no module announces what it streams
             around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
             scopes.setdefault(model, []).insert(0, around)
         self._interceptions = [Interception(module, self.gate, makers) for module, makers in scopes.items()]
-        if units:
-            model.__dict__[MANAGER] = self
+        model.__dict__[MANAGER] = self
         for unit in units.values():
             for home in unit.store.homes:
                 _managed_by[home] = weakref.ref(self)
@@ -90,6 +90,12 @@ class Managed:
                 _managed_by.pop(home, None)
         self.model.__dict__.pop(MANAGER, None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model is an ordinary model with the same values."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
 
 def _idle(reference: "weakref.ref[Managed]") -> None:
     managed = reference()
@@ -107,10 +113,11 @@ _managed_by = WeakTensorKeyDictionary()
 
 
 def managers_of(module: nn.Module) -> list[Managed]:
-    """Whoever manages tensors of `module` or of modules in it."""
+    """Whoever manages `module`, modules in it, or tensors of them."""
+    own = (managed(part) for part in module.modules())
     tensors = itertools.chain(module.parameters(), module.buffers())
     references = (_managed_by.get(tensor) for tensor in tensors if isinstance(tensor, HostTensor | DiskTensor))
-    managers = (reference() for reference in references if reference is not None)
+    managers = itertools.chain(own, (reference() for reference in references if reference is not None))
     return list(dict.fromkeys(manager for manager in managers if manager is not None))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from overspill.bundles import Bundle, BundleTensor
 from overspill.checkpoint.index import SourceFile
 from overspill.config import SMALL_TENSOR, format_size
-from overspill.devices import CPU, PinnedRanges, free_memory
+from overspill.devices import CPU, PinnedRanges, files_in_memory, free_memory
 from overspill.errors import BudgetError, StateError
 from overspill.files import Files
 from overspill.homes import DiskTensor, DiskValues, FileSpan, HostTensor
@@ -160,7 +160,12 @@ class Mover:
         return target
 
     def _stage_host(self, placements: Sequence[Placement]) -> None:
-        in_place = [p for p in placements if p.device != CPU and all(map(self._lies_in_host_memory, p.unit.tensors))]
+        mapped = files_in_memory() if any(placement.device != CPU for placement in placements) else []
+        in_place = [
+            placement
+            for placement in placements
+            if placement.device != CPU and all(self._can_be_pinned(name, mapped) for name in placement.unit.tensors)
+        ]
         large = [tensor for p in in_place for tensor in self._tensors(p.unit) if tensor.nbytes >= SMALL_TENSOR]
         pinned = PinnedRanges([_ordinary(tensor) for tensor in large])
         for placement in placements:
@@ -168,19 +173,28 @@ class Mover:
             layout = Layout.of([TensorSpec.laid_out_as(tensor) for tensor in tensors])
             if placement in in_place:
                 store = HostStore.in_place(layout, tensors, pinned)
-                store.pin(placement.device)
             else:
                 store = HostStore.fresh(layout)
-                store.touch(placement.device)
-                store.pin(placement.device)
-                for index, tensor in enumerate(tensors):
-                    store.target(index).copy_(tensor)
+                self._copy_to(store, tensors, placement.device)
+            store.pin(placement.device)
             self._staged.stores.append((placement, store))
             self._transfer(placement.device)
 
-    def _lies_in_host_memory(self, name: str) -> bool:
+    @staticmethod
+    def _copy_to(store: HostStore, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        if any(tensor.device != CPU for tensor in tensors):  # a copy from there is fast to pinned memory only
+            store.touch(device)
+            store.pin(device)
+        for index, tensor in enumerate(tensors):
+            store.target(index).copy_(tensor)
+
+    def _can_be_pinned(self, name: str, mapped: Sequence[tuple[int, int]]) -> bool:
+        """Whether a tensor is in host memory that can be pinned where it is."""
         tensor = self.groups[name].tensor
-        return tier_of(tensor) is Tier.DEVICE and tensor.device == CPU and is_dense(tensor)
+        if tier_of(tensor) is not Tier.DEVICE or tensor.device != CPU or not is_dense(tensor):
+            return False
+        address = tensor.data_ptr()
+        return not any(start <= address < end for start, end in mapped)
 
     def _stage_disk(self, placements: Sequence[Placement], folder: str | os.PathLike[str] | None) -> None:
         written = {

@@ -120,7 +120,8 @@ def offload_parts(
         _refuse_no_op(mover, placements)
         with _all_or_nothing(mover):
             mover.stage(placements, folder)
-            mover.stage_plain(_left_behind(mover, placements, moving), lambda name: (_near(name, placements), None))
+            where = _left_behind(mover, placements, paths, moving)
+            mover.stage_plain(where, lambda name: (where[name], None))
             files = mover.written()
             mover.commit()
         return _report(mover, placements, files, stayed)
@@ -179,16 +180,17 @@ def restore_parts(
     paths = find_modules(model, modules)
     with changing(model, "restore a model"):
         parts = [model.get_submodule(path) for path in paths]
-        # Also a manager of which the user has put other modules in the place of all that it streams.
-        own = [manager for part in parts if (manager := managed(part)) is not None]
-        managers = list(dict.fromkeys([*own, *(manager for part in parts for manager in managers_of(part))]))
+        managers = list(dict.fromkeys(manager for part in parts for manager in managers_of(part)))
         for path, part in zip(paths, parts, strict=True):
-            if offloaded and not own and not _is_offloaded(part):
+            # Of one that is managed, the user may have put other modules in the place of all that it streams.
+            if offloaded and managed(part) is None and not _is_offloaded(part):
                 named = repr(path) if path else "this model"
                 raise StateError(f"nothing of {named} is offloaded, so there is nothing to restore")
-        movers = [Mover(manager.model, [manager]) for manager in managers] or [Mover(model, [])]
-        for mover in movers:
-            _restore(mover, parts, _Wish(target, dtype, buffers), delete)
+        wish = _Wish(target, dtype, buffers)
+        for manager in managers:
+            _restore(Mover(manager.model, [manager]), parts, wish, delete)
+        if not managers:
+            _restore(Mover(model, []), parts, wish, delete)
 
 
 def _is_offloaded(module: nn.Module) -> bool:
@@ -223,7 +225,11 @@ class _Wish:
 
 def _restore(mover: Mover, parts: Sequence[nn.Module], wish: _Wish, delete: bool) -> None:
     chosen = {id(tensor) for part in parts for tensor in itertools.chain(part.parameters(), part.buffers())}
-    names = [name for name, group in mover.groups.items() if id(group.tensor) in chosen and wish.changes(mover, name)]
+    names = [
+        name
+        for name, group in mover.groups.items()
+        if id(group.tensor) in chosen and not mover.is_others(name) and wish.changes(mover, name)
+    ]
     with _all_or_nothing(mover):
         mover.stage_plain(names, lambda name: wish.of(mover, name))
         mover.commit(delete=delete)
@@ -308,30 +314,20 @@ def _refuse_no_op(mover: Mover, placements: Sequence[Placement]) -> None:
                 )
 
 
-def _left_behind(mover: Mover, placements: Sequence[Placement], moving: Collection[str]) -> list[str]:
-    """Tensors that stay in the modules that were moved, and must be where those compute."""
-    return [
-        name
-        for name, group in mover.groups.items()
-        if name not in moving
-        and tier_of(group.tensor) is Tier.DEVICE
-        and not group.tensor.is_meta
-        and (near := _roots_of(group, placements))
-        and group.tensor.device != near[0].device
-    ]
-
-
-def _roots_of(group: TensorGroup, placements: Sequence[Placement]) -> list[Placement]:
-    return [
-        placement
-        for placement in placements
-        if any(is_below(owner_path(place), root) for place in group.places for root in placement.unit.roots)
-    ]
-
-
-def _near(name: str, placements: Sequence[Placement]) -> torch.device:
-    owner = name.rpartition(".")[0]
-    return next(p.device for p in placements if any(is_below(owner, root) for root in p.unit.roots))
+def _left_behind(
+    mover: Mover, placements: Sequence[Placement], paths: Sequence[str], moving: Collection[str]
+) -> dict[str, torch.device]:
+    """Tensors that stay in the modules that were named or moved, and are not where those compute; and where that is."""
+    where = {}
+    for name, group in mover.groups.items():
+        if name in moving or group.tensor.is_meta or tier_of(group.tensor) is not Tier.DEVICE:
+            continue
+        near = next((placement for placement in placements if holds(placement.unit.roots, group)), None)
+        if near is None and holds(paths, group):
+            near = placements[0]
+        if near is not None and group.tensor.device != near.device:
+            where[name] = near.device
+    return where
 
 
 def _report(mover: Mover, placements: Sequence[Placement], files: Sequence[Path], stayed: Sequence[str]) -> Offloaded:

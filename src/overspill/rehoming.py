@@ -113,6 +113,8 @@ def _give_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
             body.__class__ = DiskTensor
         return
     with torch._C.DisableTorchFunctionSubclass():
+        if tensor.requires_grad and tensor.device != values.device:
+            _refuse_late_gradients(tensor)
         gradient, tensor.grad = tensor.grad, None
         tensor.data = values
         if gradient is not None:

@@ -1,5 +1,6 @@
 """One aligned byte buffer a unit, typed views into it, and the window that such buffers are taken from."""
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -65,11 +66,12 @@ class _Arena:
     """The window's memory, and which ranges of it are free."""
 
     def __init__(self, nbytes: int, device: torch.device, streams: Sequence[torch.Stream]) -> None:
+        self._made_on: torch.Stream | None = None
         self.device = device
         self.memory = new_arena(nbytes, device)
-        self._streams: set[torch.Stream] = set()
-        for stream in streams:
-            self._used_on(stream)
+        self._nbytes = nbytes
+        self._made_on = current_stream(device)
+        self._streams = set(streams)  # that use it
         self._gaps = [_Gap(0, nbytes)]
         self._returned: deque[_Gap] = deque()  # filled by finalizers, which may run in any thread and must not lock
 
@@ -86,14 +88,21 @@ class _Arena:
             self._gaps.remove(gap)
         memory, owner = lease_range(self.memory, start, nbytes)
         weakref.finalize(owner, self._returned.append, taken).atexit = False
-        self._used_on(current_stream(self.device))
+        user = current_stream(self.device)
+        if user is not None:
+            self._streams.add(user)
         return Slab(memory, events, taken.events)
 
-    def _used_on(self, stream: torch.Stream | None) -> None:
-        """Have torch's allocator wait for `stream`, once, before it gives this memory to anybody else."""
-        if stream is not None and stream not in self._streams:
-            self._streams.add(stream)
-            keep_for(stream, self.memory)
+    def __del__(self) -> None:
+        """Torch's allocator gives the memory to whoever comes next on the stream that it was made on: not too soon."""
+        if self._made_on is None or sys.is_finalizing():
+            return
+        if self.free_bytes() == self._nbytes:
+            for event in (event for gap in self._gaps for event in gap.events):
+                self._made_on.wait_event(event)
+        else:  # someone uses a slab of it for longer, nobody knows on which stream
+            for stream in self._streams:
+                keep_for(stream, self.memory)
 
     def free_bytes(self) -> int:
         self._collect()

@@ -36,8 +36,8 @@ class Store(Protocol):
     def refresh(self, index: int, live: torch.Tensor) -> None:
         """Copy the present values to `live`."""
 
-    def absorb(self, index: int, live: torch.Tensor) -> None:
-        """Take what a forward wrote to `live` as the truth."""
+    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
+        """Take what a forward wrote to `live` as the truth. `seen`: autograd would have noticed."""
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit that autograd would notice."""
@@ -169,9 +169,10 @@ class HostStore:
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(_plain(self.homes[index]))
 
-    def absorb(self, index: int, live: torch.Tensor) -> None:
+    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
         self.settle()
-        _plain(self.homes[index]).copy_(live)
+        home = _plain(self.homes[index])
+        (home if seen else home.data).copy_(live)  # what goes through .data has no part in the version
 
     def version(self, index: int) -> int:
         return self.homes[index]._version
@@ -234,8 +235,8 @@ class DiskStore:
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(self._values[index].read())
 
-    def absorb(self, index: int, live: torch.Tensor) -> None:
-        self._values[index].replace(live)
+    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
+        self._values[index].replace(live, seen=seen)
 
     def version(self, index: int) -> int:
         return self._values[index].edits

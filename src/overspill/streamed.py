@@ -202,18 +202,12 @@ class StreamedUnit:
         """Send home what was written to live tensors."""
         with torch.inference_mode(False), torch.no_grad():
             for index, live in enumerate(self._live):
-                if not self._was_written(index, live):
+                seen = live._version != self._versions[index] or self._edited_through_data(index, live)
+                if not seen and not any(_updates_unseen(place) for place in self._places[index]):
                     continue
-                self.store.absorb(index, live.detach())
+                self.store.absorb(index, live.detach(), seen=seen)
                 self._versions[index] = live._version
                 self._stamps[index] = self.store.stamps()[index]
-
-    def _was_written(self, index: int, live: torch.Tensor) -> bool:
-        return (
-            live._version != self._versions[index]
-            or any(_updates_unseen(place) for place in self._places[index])
-            or self._edited_through_data(index, live)
-        )
 
     def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
         if not getattr(live, "data_was_used", False):
