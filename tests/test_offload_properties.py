@@ -237,7 +237,8 @@ class Machine(RuleBasedStateMachine):
         self._assert_plain(copied)
         assert shape_of(copied) == shape_of(self.twin)
         if keeps:
-            self.model = copied
+            # Values that are not on the device are copied where they are.
+            self.model = copied.to(next(tensor.device for _, tensor in named_tensors(self.twin)))
             self.twin.zero_grad()  # copies have no gradients
         else:
             with torch.no_grad():

@@ -10,7 +10,18 @@ from types import ModuleType
 import overspill
 import overspill.errors
 
-PUBLIC_NAMES = ["Offloaded", "Plan", "__version__", "adopt", "empty_weights", "errors", "load", "offload", "plan", "restore"]
+PUBLIC_NAMES = [
+    "Offloaded",
+    "Plan",
+    "__version__",
+    "adopt",
+    "empty_weights",
+    "errors",
+    "load",
+    "offload",
+    "plan",
+    "restore",
+]
 OPTIONAL_LIBRARIES = ["accelerate", "matplotlib", "peft", "rich", "transformers", "typer"]
 
 ERRORS = {

@@ -57,7 +57,7 @@ class Managed:
         if len(plan.devices) > 1:
             for module, device in _aligned(model, plan):
                 scopes.setdefault(module, []).append(partial(AlignScope, device))
-        if units:  # around all others, also where the model is itself a unit, or no module announces what it streams
+        if scopes or units:  # around all others, also where the model is itself a unit
             around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
             scopes.setdefault(model, []).insert(0, around)
         self._interceptions = [Interception(module, self.gate, makers) for module, makers in scopes.items()]

@@ -16,7 +16,7 @@ from torch import nn
 from overspill.bundles import Bundle, BundleTensor
 from overspill.checkpoint.index import SourceFile
 from overspill.config import SMALL_TENSOR, format_size
-from overspill.devices import CPU, PinnedRanges, files_in_memory, free_memory
+from overspill.devices import CPU, PinnedRanges, copy_bytes, files_in_memory, free_memory
 from overspill.errors import BudgetError, StateError
 from overspill.files import Files
 from overspill.homes import DiskTensor, DiskValues, FileSpan, HostTensor
@@ -168,6 +168,7 @@ class Mover:
         ]
         large = [tensor for p in in_place for tensor in self._tensors(p.unit) if tensor.nbytes >= SMALL_TENSOR]
         pinned = PinnedRanges([_ordinary(tensor) for tensor in large])
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for placement in placements:
             tensors = [_ordinary(tensor) for tensor in self._tensors(placement.unit)]
             layout = Layout.of([TensorSpec.laid_out_as(tensor) for tensor in tensors])
@@ -175,18 +176,29 @@ class Mover:
                 store = HostStore.in_place(layout, tensors, pinned)
             else:
                 store = HostStore.fresh(layout)
-                self._copy_to(store, tensors, placement.device)
-            store.pin(placement.device)
+                copies += self._fill(store, tensors, placement.device)
             self._staged.stores.append((placement, store))
             self._transfer(placement.device)
+        copy_bytes(copies)
+        for placement, staged in self._staged.stores:
+            if isinstance(staged, HostStore):
+                staged.pin(placement.device)
 
     @staticmethod
-    def _copy_to(store: HostStore, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    def _fill(
+        store: HostStore, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copy `tensors` to a fresh store; but return those in host memory, for all of which there is a faster way."""
         if any(tensor.device != CPU for tensor in tensors):  # a copy from there is fast to pinned memory only
             store.touch(device)
             store.pin(device)
+        left = []
         for index, tensor in enumerate(tensors):
-            store.target(index).copy_(tensor)
+            if tensor.device == CPU and is_dense(tensor):
+                left.append((store.target(index), tensor))
+            else:
+                store.target(index).copy_(tensor)
+        return left
 
     def _can_be_pinned(self, name: str, mapped: Sequence[tuple[int, int]]) -> bool:
         """Whether a tensor is in host memory that can be pinned where it is."""
@@ -308,9 +320,10 @@ class Mover:
                 del self._origins[id(tensor)]  # it is back where it was
 
     def _refresh(self) -> None:
-        for group in self.groups.values():
-            for place in group.places:
-                refresh_flat_weights(place.module)
+        for module in {place.module for group in self.groups.values() for place in group.places}:
+            refresh_flat_weights(module)
+            if isinstance(module, nn.RNNBase) and all(map(_is_plain, module.parameters())):
+                module.flatten_parameters()  # one chunk of memory again, where the device's kernels want that
 
     def _held_windows(self) -> dict[torch.device, int]:
         """The memory that is held for streaming now."""
@@ -419,6 +432,10 @@ def _named_apart(streamed: list[tuple[Placement, StreamedUnit]]) -> list[tuple[P
         unit.name = name
         result.append((replace(placement, unit=replace(placement.unit, name=name)), unit))
     return result
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tier_of(tensor) is Tier.DEVICE
 
 
 def _holds(unit: StreamedUnit, tensor: torch.Tensor) -> bool:
