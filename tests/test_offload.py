@@ -717,14 +717,17 @@ def test_parameters_put_in_the_place_of_offloaded_ones_can_go_and_come_back(wher
     assert_ordinary(model, twin, x)
 
 
-def test_a_model_whose_offloaded_parameters_were_all_replaced_is_ordinary_after_restore(where: Where) -> None:
-    model = aligned(nn.Linear(64, 64, bias=False)).to(where.device)
-    where.offload(model)
-    model.weight = nn.Parameter(torch.randn(64, 64, device=where.device))
-    twin = aligned(nn.Linear(64, 64, bias=False)).to(where.device)
-    twin.load_state_dict(model.state_dict())
+@pytest.mark.parametrize("restored", ["itself", "its model"])
+def test_a_module_whose_offloaded_parameters_were_all_replaced_is_ordinary_after_restore(
+    restored: str, where: Where
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(where.device)
+    twin, values = copy.deepcopy(model), torch.randn(64, 64, device=where.device)
+    where.offload(model[0])
+    for net in (model, twin):
+        net[0].weight = nn.Parameter(values.clone())
     assert_right(model, twin, torch.randn(2, 64))
-    overspill.restore(model)
+    overspill.restore(model[0] if restored == "itself" else model)
     assert_ordinary(model, twin, torch.randn(2, 64))
 
 
