@@ -1,11 +1,24 @@
 """overspill runs, trains and saves PyTorch models larger than the GPU they run on."""
 
 from overspill import errors
-from overspill.api import adopt, load, offload, plan, restore
+from overspill.api import adopt, load, offload, plan, restore, save, state_dict
 from overspill.offloading import Offloaded
 from overspill.plan import Plan
 from overspill.skeleton import empty_weights
 
 __version__ = "0.1.0"
 
-__all__ = ["Offloaded", "Plan", "__version__", "adopt", "empty_weights", "errors", "load", "offload", "plan", "restore"]
+__all__ = [
+    "Offloaded",
+    "Plan",
+    "__version__",
+    "adopt",
+    "empty_weights",
+    "errors",
+    "load",
+    "offload",
+    "plan",
+    "restore",
+    "save",
+    "state_dict",
+]

@@ -16,6 +16,7 @@ from overspill.matching import match
 from overspill.offloading import Offloaded, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
 from overspill.planner import make_plan
+from overspill.saving import StateDict, outputs_of, save_model
 from overspill.tensors import tensor_groups
 
 
@@ -173,3 +174,30 @@ def adopt(model: nn.Module, plan: Plan | None = None) -> nn.Module:
 
     adopt_model(model, plan)
     return model
+
+
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    metadata: Mapping[str, str] | None = None,
+    progress: bool = True,
+) -> None:
+    """Write the model's checkpoint, from wherever its tensors lie, in a few megabytes of memory.
+
+    safetensors files that Transformers, vLLM and `safe_open` read: one if it fits, else shards with an index, holding
+    parameters and persistent buffers with all edits, each in its dtype, ties once. The checkpoint that is in `folder`,
+    which may be the one that the model was loaded from, stays whole until the new one stands. Forwards wait meanwhile.
+
+    Args:
+        max_shard_size: Bytes of tensors in one file; a larger tensor gets a file of its own.
+        metadata: Strings to keep in the files' headers.
+        progress: Show a bar with bytes and rate, on a terminal.
+    """
+    save_model(model, folder, max_shard_size=max_shard_size, metadata=metadata, progress=progress)
+
+
+def state_dict(model: nn.Module) -> StateDict:
+    """What `save` would write, by name, each tensor read when it is asked for. For those who write other formats."""
+    return StateDict(outputs_of(model))

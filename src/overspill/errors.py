@@ -5,6 +5,7 @@ OverspillError
 ├── PlanError                 a plan that does not fit the model it is used with
 ├── StateError                a verb used on a model that is in the wrong state for it
 ├── OffloadFolderError        the folder for offloaded tensors cannot be used
+├── SaveError                 a checkpoint cannot be written where it was to go
 └── CheckpointError           anything wrong with the files of a checkpoint
     ├── CheckpointNotFoundError   there is no checkpoint at that path, or a shard of it is missing
     ├── CheckpointCorruptError    the bytes contradict themselves: truncated, overlapping, lying headers
@@ -35,6 +36,10 @@ class StateError(OverspillError, RuntimeError):
 
 class OffloadFolderError(OverspillError, OSError):
     """The folder for offloaded tensors cannot be used."""
+
+
+class SaveError(OverspillError, OSError):
+    """A checkpoint cannot be written where it was to go."""
 
 
 class CheckpointError(OverspillError):

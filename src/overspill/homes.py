@@ -236,7 +236,7 @@ class DiskValues:
 
     def __init__(self, name: str, spec: TensorSpec, spans: Sequence[FileSpan], reader: RangeReader) -> None:
         self.name, self.spec, self.spans = name, spec, tuple(spans)
-        self._reader = reader
+        self.reader = reader
         self._lock = threading.Lock()
         self.memory: torch.Tensor | None = None
         self._slot: HostSlot | None = None
@@ -281,7 +281,7 @@ class DiskValues:
                 target = buffer_of(values)  # dense, in whatever order
                 start = 0
                 for span in self.spans:
-                    self._reader.read(span.file, span.offset, target[start : start + span.nbytes])
+                    self.reader.read(span.file, span.offset, target[start : start + span.nbytes])
                     start += span.nbytes
             return values
 

@@ -201,7 +201,9 @@ class Loader:
             for place in self._groups[name].places:
                 table_of(place)[place.name] = home
                 refresh_flat_weights(place.module)
-        return Managed(self._model, self._plan, self._units, self._transfers, windows, Files(self._folder))
+        stored_as = {id(self._homes[name]): match.stored.name for name, match in self._matches.items()}
+        files = Files(self._folder)
+        return Managed(self._model, self._plan, self._units, self._transfers, windows, files, stored_as=stored_as)
 
 
 _CONVERTED_AT_ONCE = 16 * MIB

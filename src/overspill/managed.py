@@ -37,6 +37,7 @@ class Managed:
         windows: Mapping[torch.device, Window],
         files: Files,
         origins: Mapping[int, Origin] | None = None,
+        stored_as: Mapping[int, str] | None = None,
     ) -> None:
         self.plan = plan
         self.units = dict(units)
@@ -45,6 +46,8 @@ class Managed:
         self.files = files
         self.origins = dict(origins or {})
         """By the id of a tensor that was there before: what it was then."""
+        self.stored_as = dict(stored_as or {})
+        """By the id of a tensor: the name that the checkpoint it was loaded from has for it."""
         self.gate = gate_of(model)
         self.residencies: list[Residency] = []
         self._model = weakref.ref(model)

@@ -63,9 +63,12 @@ class Mover:
         self._files = files or next((manager.files for manager in managers), None) or Files()
         self._transfers: dict[torch.device, Transfer] = {}
         self._origins: dict[int, Origin] = {}
+        self._stored_as: dict[int, str] = {}
         for manager in managers:
             self._transfers |= manager.transfers
             self._origins |= manager.origins
+            if manager.model is model:
+                self._stored_as |= manager.stored_as
         self._staged = _Staged()
 
     def _entries(self, manager: Managed) -> Iterator[tuple[Placement, StreamedUnit]]:
@@ -359,7 +362,7 @@ class Mover:
         for placement, unit in streamed:
             unit.kept = placement.unit.name in plan.kept
         units = {placement.unit.name: unit for placement, unit in streamed}
-        Managed(self.model, plan, units, self._transfers, windows, self._files, self._origins)
+        Managed(self.model, plan, units, self._transfers, windows, self._files, self._origins, self._stored_as)
 
 
 def _window_sizes(placements: Sequence[Placement], held: Mapping[torch.device, int]) -> dict[torch.device, int]:

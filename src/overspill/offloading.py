@@ -16,7 +16,7 @@ from overspill.config import format_size
 from overspill.devices import CPU, compute_device
 from overspill.errors import PlanError, StateError
 from overspill.gate import Gate, gate_of
-from overspill.managed import managed, managers_of
+from overspill.managed import managers_of
 from overspill.moving import Mover, refuse, tier_of
 from overspill.plan import Placement, Plan, Tier
 from overspill.selecting import find_modules, holds
@@ -183,7 +183,7 @@ def restore_parts(
         managers = list(dict.fromkeys(manager for part in parts for manager in managers_of(part)))
         for path, part in zip(paths, parts, strict=True):
             # Of one that is managed, the user may have put other modules in the place of all that it streams.
-            if offloaded and managed(part) is None and not _is_offloaded(part):
+            if offloaded and not managers_of(part) and not _is_offloaded(part):
                 named = repr(path) if path else "this model"
                 raise StateError(f"nothing of {named} is offloaded, so there is nothing to restore")
         wish = _Wish(target, dtype, buffers)

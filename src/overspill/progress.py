@@ -8,9 +8,9 @@ from tqdm import tqdm
 class Progress:
     """Bytes done of a total, with their rate. A terminal that fails ends the bar, not the work."""
 
-    def __init__(self, total: int, wanted: bool) -> None:
+    def __init__(self, total: int, wanted: bool, what: str = "loading") -> None:
         # disable=None: a bar on a terminal only.
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=None if wanted else True)
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None if wanted else True)
 
     def show(self, done: int) -> None:
         """So many bytes are done by now."""

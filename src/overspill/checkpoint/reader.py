@@ -77,6 +77,12 @@ class FileReader:
         if descriptor is not None:
             os.close(descriptor)
 
+    def descriptor(self, file: SourceFile) -> int:
+        """`file`, open for reading, and unchanged at this moment."""
+        descriptor = self._open(file)
+        file.check(descriptor)
+        return descriptor
+
     def close(self) -> None:
         """Close every file that was opened."""
         with self._lock:

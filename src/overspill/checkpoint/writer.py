@@ -1,5 +1,6 @@
 """Writes a safetensors file whose every offset is known before its first byte: the header, then tensor after tensor."""
 
+import errno
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from overspill.tensors import TensorSpec
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH_FIELD = 8
+_NO_RANGE_COPIES = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
 _WRITTEN_AT_ONCE = 16 * MIB  # a single write of gigabytes could not be interrupted
 
 
@@ -100,6 +102,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._path, self._layout = path, layout
         self._due = iter(layout.specs)
+        self._copies_ranges = hasattr(os, "copy_file_range")
         self._file = private_file(path)
         try:
             write_all(self._file, memoryview(layout.header))
@@ -124,6 +127,30 @@ class SafetensorsWriter:
                 f"{self._path} was to hold {name}, {self._layout.specs[name]}, and was given {relation} the {promised} "
                 "bytes that it takes. Try again once nothing else changes the tensor"
             )
+
+    def copy(self, name: str, source: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Write `name`, whose turn it must be, from (offset, bytes) of the open file `source`, inside the kernel."""
+        due = next(self._due, None)
+        assert due == name, f"it is the turn of {due}, not of {name}"
+        for offset, nbytes in ranges:
+            end = offset + nbytes
+            while offset < end:
+                moved = self._copy_some(source, offset, min(end - offset, _WRITTEN_AT_ONCE))
+                if moved == 0:
+                    raise CheckpointError(f"the file that {name} is read from ends at {offset}: it was cut short")
+                offset += moved
+
+    def _copy_some(self, source: int, offset: int, nbytes: int) -> int:
+        if self._copies_ranges:
+            try:
+                return os.copy_file_range(source, self._file.fileno(), nbytes, offset)
+            except OSError as error:
+                if error.errno not in _NO_RANGE_COPIES:
+                    raise
+                self._copies_ranges = False  # not between these file systems
+        data = os.pread(source, nbytes, offset)
+        write_all(self._file, memoryview(data))
+        return len(data)
 
     def __enter__(self) -> "SafetensorsWriter":
         return self

@@ -1,0 +1,231 @@
+"""A checkpoint's files written aside and put in place so that, at any instant, the old or the new one is there whole.
+
+Note: the order of things. New shards have names that no checkpoint uses. Only when all of them are on the disk does one
+rename make them the checkpoint: of the index, or of the one file that needs none. Then the old files go. Then the
+shards get their usual names: a second name first, then an index that uses it, then the first name goes. Transformers
+reads `model.safetensors` before an index and we read an index before that, so with both of them there either reader
+finds a whole checkpoint, be it the old or the new one. Whoever is killed leaves at most files with our names, which the
+next save removes.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.writer import FileLayout, SafetensorsWriter
+from overspill.config import MIB, format_size
+from overspill.errors import OverspillError, SaveError
+
+WHOLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_ASIDE: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.overspill-[0-9a-f]{8}\.(safetensors|json)")
+_CHECKPOINTS: Final = (".safetensors", ".bin", ".pt", ".pth", "config.json", ".index.json")
+_SLACK: Final = 4 * MIB  # for an index and the file system's own needs
+
+Fill = Callable[[SafetensorsWriter, str], None]
+
+
+def publish(folder: Path, shards: Sequence[FileLayout], fill: Fill) -> dict[str, tuple[SourceFile, int]]:
+    """Make `shards` the checkpoint in `folder`; `fill` writes one tensor. Returns where each tensor lies now."""
+    _check_target(folder)
+    with _explained(f"cannot make the folder {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        publication = _Publication(folder, shards)
+        try:
+            publication.write(fill)
+            publication.put_in_place()
+        except BaseException:
+            publication.abandon()
+            raise
+        return publication.spots()
+
+
+def _check_target(folder: Path) -> None:
+    if folder.is_file():
+        raise SaveError(f"{folder} is a file, and a checkpoint is a folder. Give another path, or move the file away")
+    names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+    if names and not any(name.endswith(_CHECKPOINTS) or _ASIDE.fullmatch(name) for name in names):
+        raise SaveError(
+            f"{folder} holds {', '.join(sorted(names)[:3])} and no checkpoint. Give a new or empty folder, or one with "
+            "a checkpoint to replace"
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """No two saves to one folder at once."""
+    with _explained(f"cannot open the folder {folder}"):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SaveError(f"another save to {folder} is under way. Wait for it, or give another folder") from None
+        except OSError:  # a file system without locks: two saves at once are then the user's to avoid
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OverspillError:
+        raise
+    except OSError as error:
+        raise SaveError(f"{what} ({error.strerror or error}). The checkpoint that was there is whole") from error
+
+
+class _Publication:
+    """One save to one folder."""
+
+    def __init__(self, folder: Path, shards: Sequence[FileLayout]) -> None:
+        self._folder, self._shards = folder, list(shards)
+        tag = f"overspill-{secrets.token_hex(4)}"
+        count = len(shards)
+        stems = ["model"] if count == 1 else [f"model-{n:05}-of-{count:05}" for n in range(1, count + 1)]
+        self._names = [f"{stem}.safetensors" for stem in stems]
+        self._aside = [f"{stem}.{tag}.safetensors" for stem in stems]
+        self._index_aside = folder / f"model.{tag}.json"
+        self._committed = False
+        self._old = self._old_files()
+
+    # Aside.
+
+    def write(self, fill: Fill) -> None:
+        """All shards, under names of their own, on the disk."""
+        self._remove_leftovers()
+        self._require(sum(layout.nbytes for layout in self._shards))
+        for name, layout in zip(self._aside, self._shards, strict=True):
+            path = self._folder / name
+            with _explained(f"writing {path} failed"):
+                with SafetensorsWriter(path, layout) as writer:
+                    for tensor in layout.specs:
+                        fill(writer, tensor)
+                path.chmod(0o666 & ~_umask())
+
+    def abandon(self) -> None:
+        """Remove what was written aside, unless it is the checkpoint by now."""
+        if not self._committed:
+            for name in self._aside:
+                with suppress(OSError):
+                    (self._folder / name).unlink()
+            with suppress(OSError):
+                self._index_aside.unlink()
+
+    def _require(self, nbytes: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if nbytes + _SLACK > free:
+            raise SaveError(
+                f"the checkpoint needs {format_size(nbytes + _SLACK)} in {self._folder}, where {format_size(free)} are "
+                "free: the old one must stand until the new one does. Free some space, or give another folder"
+            )
+
+    def _remove_leftovers(self) -> None:
+        """Of saves that were killed. What the present index lists is no leftover."""
+        for entry in self._folder.iterdir():
+            if _ASIDE.fullmatch(entry.name) and entry.name not in self._old:
+                with suppress(OSError):
+                    entry.unlink()
+
+    # In place.
+
+    def put_in_place(self) -> None:
+        """The one step that counts, and what follows it."""
+        with _explained(f"putting the checkpoint in place in {self._folder} failed"):
+            self._sync()
+            if len(self._shards) == 1:
+                (self._folder / self._aside[0]).replace(self._folder / WHOLE)
+            else:
+                self._write_index(self._aside)
+            self._committed = True
+            self._sync()
+            self._remove_old()
+            if len(self._shards) > 1:
+                self._use_usual_names()
+            self._sync()
+
+    def _remove_old(self) -> None:
+        new = {WHOLE} if len(self._shards) == 1 else {INDEX, *self._aside}
+        # The index first: without it, the shards that it lists are nobody's.
+        for name in sorted(self._old, key=lambda name: name != INDEX):
+            if name not in new:
+                (self._folder / name).unlink(missing_ok=True)
+
+    def _use_usual_names(self) -> None:
+        if any((self._folder / name).exists() for name in self._names):
+            return  # someone else's files: ours keep the names that they have
+        try:
+            for aside, name in zip(self._aside, self._names, strict=True):
+                os.link(self._folder / aside, self._folder / name)
+        except OSError:  # a file system without links
+            for name in self._names:
+                (self._folder / name).unlink(missing_ok=True)
+            return
+        self._sync()
+        self._write_index(self._names)
+        self._sync()
+        for aside in self._aside:
+            (self._folder / aside).unlink()
+        self._aside = self._names
+
+    def _write_index(self, names: Sequence[str]) -> None:
+        weight_map = {tensor: name for name, layout in zip(names, self._shards, strict=True) for tensor in layout.specs}
+        specs = [spec for layout in self._shards for spec in layout.specs.values()]
+        metadata = {"total_size": sum(s.nbytes for s in specs), "total_parameters": sum(s.numel for s in specs)}
+        document = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+        with self._index_aside.open("w") as file:
+            file.write(document + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._index_aside.replace(self._folder / INDEX)
+
+    def _sync(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _old_files(self) -> set[str]:
+        """The safetensors checkpoint that is in the folder: what a new one replaces."""
+        old = {name for name in (WHOLE, INDEX) if (self._folder / name).is_file()}
+        if INDEX in old:
+            listed = _weight_map(self._folder / INDEX).values()
+            old |= {name for name in listed if isinstance(name, str) and Path(name).name == name}
+        return old
+
+    def spots(self) -> dict[str, tuple[SourceFile, int]]:
+        """Where each tensor lies now."""
+        names = [WHOLE] if len(self._shards) == 1 else self._aside
+        return {
+            tensor: (source, layout.offsets[tensor])
+            for name, layout in zip(names, self._shards, strict=True)
+            for source in (SourceFile.at(self._folder / name),)
+            for tensor in layout.specs
+        }
+
+
+def _weight_map(index: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
