@@ -21,6 +21,8 @@ PUBLIC_NAMES = [
     "offload",
     "plan",
     "restore",
+    "save",
+    "state_dict",
 ]
 OPTIONAL_LIBRARIES = ["accelerate", "matplotlib", "peft", "rich", "transformers", "typer"]
 

@@ -11,7 +11,7 @@ from overspill.checkpoint import open_checkpoint
 from overspill.devices import compute_device
 from overspill.errors import PlanError, StateError
 from overspill.loading import Loader
-from overspill.managed import managed
+from overspill.managed import managed, managers_of
 from overspill.matching import match
 from overspill.offloading import Offloaded, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
@@ -152,11 +152,30 @@ def restore(
         dtype: Cast floating-point tensors to this. None: each keeps its own.
         delete: Remove the files that the offload wrote, and their folder if nothing else is in it.
     """
-    dispatched = any("_hf_hook" in vars(module) for module in model.modules())
-    if dispatched:
-        adopt(model)
-    restore_parts(model, modules=modules, device=device, dtype=dtype, delete=delete, offloaded=not dispatched)
+    restore_parts(
+        model,
+        modules=modules,
+        device=device,
+        dtype=dtype,
+        delete=delete,
+        adopt=_adopt_first if _looks_dispatched(model) else None,
+    )
     return model
+
+
+def _looks_dispatched(model: nn.Module) -> bool:
+    if not any("_hf_hook" in vars(module) for module in model.modules()):
+        return False
+    from overspill.integrations.accelerate import is_dispatched  # only where there are hooks to look at
+
+    return is_dispatched(model)
+
+
+def _adopt_first(model: nn.Module) -> None:
+    """What is offloaded in a dispatched model comes back, and then all of it is ours."""
+    if managers_of(model):
+        restore_parts(model, modules=None, device=None, dtype=None, delete=False)
+    adopt(model)
 
 
 def adopt(model: nn.Module, plan: Plan | None = None) -> nn.Module:

@@ -17,6 +17,8 @@ from overspill.errors import BudgetError
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
+OUR_THREADS = "overspill-"
+"""What the names of threads that we start begin with."""
 
 
 def accelerators() -> list[torch.device]:

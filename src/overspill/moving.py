@@ -302,7 +302,8 @@ class Mover:
         for placement, store in staged.stores:
             tensors = self._tensors(placement.unit)
             for tensor in tensors if self.remembers else ():
-                self._origins.setdefault(id(tensor), Origin.of(tensor))
+                if tier_of(tensor) is Tier.DEVICE:
+                    self._origins.setdefault(id(tensor), Origin.of(tensor))
             store.move_in(tensors)
             places = [self.groups[name].places for name in placement.unit.tensors]
             streamed.append((placement, StreamedUnit(placement.unit.name, store, places, placement.device, kept=False)))

@@ -4,7 +4,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,22 +168,24 @@ def restore_parts(
     dtype: torch.dtype | None,
     delete: bool,
     buffers: bool = True,
-    offloaded: bool = True,
+    adopt: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Make `modules` of `model` ordinary again.
 
-    `buffers`: `device` and `dtype` are for them too. `offloaded`: it is a mistake if the modules are ordinary already.
+    `buffers`: `device` and `dtype` are for them too. `adopt` takes a dispatched model over from another library first.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise PlanError(f"weights cannot be cast to {dtype}. Give a floating-point dtype, or None to keep each one's")
     target = None if device is None else compute_device(device)
     paths = find_modules(model, modules)
+    if adopt is not None:
+        adopt(model)
     with changing(model, "restore a model"):
         parts = [model.get_submodule(path) for path in paths]
         managers = list(dict.fromkeys(manager for part in parts for manager in managers_of(part)))
         for path, part in zip(paths, parts, strict=True):
             # Of one that is managed, the user may have put other modules in the place of all that it streams.
-            if offloaded and not managers_of(part) and not _is_offloaded(part):
+            if adopt is None and not managers_of(part) and not _is_offloaded(part):
                 named = repr(path) if path else "this model"
                 raise StateError(f"nothing of {named} is offloaded, so there is nothing to restore")
         wish = _Wish(target, dtype, buffers)

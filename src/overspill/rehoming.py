@@ -8,8 +8,11 @@ would arrive at the old one.
 
 Note: other threads. They may read the tensor at any step of a change, so the steps are in an order that keeps each of
 them right: what a class needs is there before the class is, and a disk home's class also does for a body with memory.
+Inside torch, a thread may use a tensor's body or memory without holding it: what is taken from a tensor lives on for a
+moment, where other threads run.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from overspill.devices import OUR_THREADS
 from overspill.errors import StateError
 from overspill.homes import DiskTensor, DiskValues, HostParameter, HostSlot, HostTensor, disk_home
 
@@ -87,6 +91,7 @@ def turn_into_disk_home(tensor: torch.Tensor, values: DiskValues) -> None:
         torch._C._swap_tensor_impl(tensor, body)
         tensor.__dict__.pop(_OF_HOST_HOMES, None)
         body.__class__ = kind
+    _limbo.keep(body)
 
 
 def turn_into_plain(tensor: torch.Tensor, values: torch.Tensor, kind: type[torch.Tensor]) -> None:
@@ -111,11 +116,14 @@ def _give_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
             cast(torch.Tensor, tensor).__class__ = kind
             body.__dict__.update({name: tensor.__dict__.pop(name, None) for name in _OF_DISK_HOMES})
             body.__class__ = DiskTensor
+        _limbo.keep(body)
         return
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.requires_grad and tensor.device != values.device:
             _refuse_late_gradients(tensor)
         gradient, tensor.grad = tensor.grad, None
+        if tensor.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
+            _limbo.keep(tensor.detach())
         tensor.data = values
         if gradient is not None:
             tensor.grad = gradient.to(values.device, values.dtype)
@@ -151,3 +159,40 @@ def _late_gradient(gradients: Any) -> NoReturn:
 def _users(tensor: torch.Tensor) -> int:
     """How many hold the tensor's body: Python, its gradient's accumulator if there is one, graphs that saved it."""
     return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+class _Limbo:
+    """Bodies and memory that were taken from tensors, until no other thread can be using them any more."""
+
+    _SECONDS = 0.5
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[torch.Tensor] = []
+        self._timer: threading.Timer | None = None
+
+    def keep(self, body: torch.Tensor) -> None:
+        if not _others_run():
+            return
+        with self._lock:
+            self._kept.append(body)
+            if self._timer is None:
+                self._timer = threading.Timer(self._SECONDS, self._release)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _release(self) -> None:
+        with self._lock:
+            kept, self._kept, self._timer = self._kept, [], None
+        del kept  # some of them for a little less than the time: it is a thousand times what torch needs
+
+
+_limbo = _Limbo()
+
+
+def _others_run() -> bool:
+    """Whether threads run that may be reading tensors; those that read files for us do not."""
+    return any(
+        thread is not threading.current_thread() and not thread.name.startswith(OUR_THREADS)
+        for thread in threading.enumerate()
+    )

@@ -88,7 +88,9 @@ def outputs_of(model: nn.Module) -> list[Output]:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     outputs = []
     for group in tensor_groups(model).values():
-        name = stored.get(id(group.tensor)) or _first_name(model, group)
+        name = stored.get(id(group.tensor))
+        if name not in group.names:  # a tensor put there since may have the id of one that is gone
+            name = _first_name(model, group)
         if not group.persistent or name in ignored:
             continue
         if group.tensor.is_meta:

@@ -16,6 +16,7 @@ from overspill.checkpoint.reader import DIRECT_ALIGNMENT, RangeReader
 from overspill.config import MIB
 from overspill.devices import (
     CPU,
+    OUR_THREADS,
     buffer_of,
     current_stream_waits,
     new_stream,
@@ -159,7 +160,7 @@ class _Readers:
         self._tasks: dict[int, deque[Callable[[], None]]] = {DEMANDED: deque(), PREFETCHED: deque()}
         self._tokens: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"overspill-reader-{index}", daemon=True)
+            threading.Thread(target=self._work, name=f"{OUR_THREADS}reader-{index}", daemon=True)
             for index in range(reader_threads())
         ]
         for thread in self._threads:

@@ -4,8 +4,9 @@ Note: the order of things. New shards have names that no checkpoint uses. Only w
 rename make them the checkpoint: of the index, or of the one file that needs none. Then the old files go. Then the
 shards get their usual names: a second name first, then an index that uses it, then the first name goes. Transformers
 reads `model.safetensors` before an index and we read an index before that, so with both of them there either reader
-finds a whole checkpoint, be it the old or the new one. Whoever is killed leaves at most files with our names, which the
-next save removes.
+finds a whole checkpoint, be it the old or the new one. Whoever is killed leaves at most files with our names, and files
+that a list with such a name tells of: old shards that were about to go, second names that were about to count. The next
+save removes what of these is not the checkpoint's.
 """
 
 import fcntl
@@ -14,10 +15,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.writer import FileLayout, SafetensorsWriter
@@ -26,8 +27,9 @@ from overspill.errors import OverspillError, SaveError
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-_ASIDE: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.overspill-[0-9a-f]{8}\.(safetensors|json)")
-_CHECKPOINTS: Final = (".safetensors", ".bin", ".pt", ".pth", "config.json", ".index.json")
+_ASIDE: Final = re.compile(r"model(-\d{5,}-of-\d{5,})?\.overspill-[0-9a-f]{8}\.(safetensors|json)")
+_SHARD: Final = ".safetensors"
+_CHECKPOINTS: Final = (_SHARD, ".bin", ".pt", ".pth", "config.json", ".index.json")
 _SLACK: Final = 4 * MIB  # for an index and the file system's own needs
 
 Fill = Callable[[SafetensorsWriter, str], None]
@@ -78,13 +80,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explained(what: str, then: str = "The checkpoint that was there is whole") -> Iterator[None]:
     try:
         yield
     except OverspillError:
         raise
     except OSError as error:
-        raise SaveError(f"{what} ({error.strerror or error}). The checkpoint that was there is whole") from error
+        raise SaveError(f"{what} ({error.strerror or error}). {then}") from error
 
 
 class _Publication:
@@ -92,13 +94,13 @@ class _Publication:
 
     def __init__(self, folder: Path, shards: Sequence[FileLayout]) -> None:
         self._folder, self._shards = folder, list(shards)
-        tag = f"overspill-{secrets.token_hex(4)}"
+        tag, other_tag = (f"overspill-{secrets.token_hex(4)}" for _ in range(2))
         count = len(shards)
         stems = ["model"] if count == 1 else [f"model-{n:05}-of-{count:05}" for n in range(1, count + 1)]
         self._names = [f"{stem}.safetensors" for stem in stems]
         self._aside = [f"{stem}.{tag}.safetensors" for stem in stems]
         self._index_aside = folder / f"model.{tag}.json"
-        self._committed = False
+        self._old_index_aside = folder / f"model.{other_tag}.json"
         self._old = self._old_files()
 
     # Aside.
@@ -116,13 +118,10 @@ class _Publication:
                 path.chmod(0o666 & ~_umask())
 
     def abandon(self) -> None:
-        """Remove what was written aside, unless it is the checkpoint by now."""
-        if not self._committed:
-            for name in self._aside:
-                with suppress(OSError):
-                    (self._folder / name).unlink()
-            with suppress(OSError):
-                self._index_aside.unlink()
+        """Remove what was written aside, unless it is the checkpoint by now: an interrupt can come at any line."""
+        self._old = self._old_files()
+        with suppress(OSError):
+            self._remove_leftovers()
 
     def _require(self, nbytes: int) -> None:
         free = shutil.disk_usage(self._folder).free
@@ -133,11 +132,14 @@ class _Publication:
             )
 
     def _remove_leftovers(self) -> None:
-        """Of saves that were killed. What the present index lists is no leftover."""
-        for entry in self._folder.iterdir():
-            if _ASIDE.fullmatch(entry.name) and entry.name not in self._old:
+        """Of saves that were killed. What the present checkpoint consists of is no leftover."""
+        aside = [entry.name for entry in self._folder.iterdir() if _ASIDE.fullmatch(entry.name)]
+        lists = [name for name in aside if name.endswith(".json")]
+        listed = [shard for name in lists for shard in _shards_of(self._folder / name)]
+        for name in [*listed, *aside]:  # the lists last, or a kill in between would leave files that no list tells of
+            if name not in self._old:
                 with suppress(OSError):
-                    entry.unlink()
+                    (self._folder / name).unlink()
 
     # In place.
 
@@ -145,11 +147,14 @@ class _Publication:
         """The one step that counts, and what follows it."""
         with _explained(f"putting the checkpoint in place in {self._folder} failed"):
             self._sync()
+            if INDEX in self._old:  # the list of what is to go outlives it
+                shutil.copyfile(self._folder / INDEX, self._old_index_aside)
             if len(self._shards) == 1:
                 (self._folder / self._aside[0]).replace(self._folder / WHOLE)
             else:
                 self._write_index(self._aside)
-            self._committed = True
+                self._index_aside.replace(self._folder / INDEX)
+        with _explained(f"clearing up in {self._folder} failed", "The new checkpoint stands; save again to clear up"):
             self._sync()
             self._remove_old()
             if len(self._shards) > 1:
@@ -162,25 +167,29 @@ class _Publication:
         for name in sorted(self._old, key=lambda name: name != INDEX):
             if name not in new:
                 (self._folder / name).unlink(missing_ok=True)
+        self._old_index_aside.unlink(missing_ok=True)
 
     def _use_usual_names(self) -> None:
         if any((self._folder / name).exists() for name in self._names):
             return  # someone else's files: ours keep the names that they have
+        self._write_index(self._names)  # before the names are there: it tells the next save of them
         try:
             for aside, name in zip(self._aside, self._names, strict=True):
                 os.link(self._folder / aside, self._folder / name)
         except OSError:  # a file system without links
             for name in self._names:
                 (self._folder / name).unlink(missing_ok=True)
+            self._index_aside.unlink()
             return
         self._sync()
-        self._write_index(self._names)
+        self._index_aside.replace(self._folder / INDEX)
         self._sync()
         for aside in self._aside:
             (self._folder / aside).unlink()
         self._aside = self._names
 
     def _write_index(self, names: Sequence[str]) -> None:
+        """The index that calls the shards by `names`, still aside."""
         weight_map = {tensor: name for name, layout in zip(names, self._shards, strict=True) for tensor in layout.specs}
         specs = [spec for layout in self._shards for spec in layout.specs.values()]
         metadata = {"total_size": sum(s.nbytes for s in specs), "total_parameters": sum(s.numel for s in specs)}
@@ -189,7 +198,6 @@ class _Publication:
             file.write(document + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._index_aside.replace(self._folder / INDEX)
 
     def _sync(self) -> None:
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -201,10 +209,7 @@ class _Publication:
     def _old_files(self) -> set[str]:
         """The safetensors checkpoint that is in the folder: what a new one replaces."""
         old = {name for name in (WHOLE, INDEX) if (self._folder / name).is_file()}
-        if INDEX in old:
-            listed = _weight_map(self._folder / INDEX).values()
-            old |= {name for name in listed if isinstance(name, str) and Path(name).name == name}
-        return old
+        return old.union(_shards_of(self._folder / INDEX)) if INDEX in old else old
 
     def spots(self) -> dict[str, tuple[SourceFile, int]]:
         """Where each tensor lies now."""
@@ -217,12 +222,13 @@ class _Publication:
         }
 
 
-def _weight_map(index: Path) -> Mapping[str, Any]:
+def _shards_of(index: Path) -> set[str]:
+    """The files beside `index` that it lists; none if it cannot be read."""
     try:
-        found = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {name for name in listed if isinstance(name, str) and Path(name).name == name and name.endswith(_SHARD)}
 
 
 def _umask() -> int:
