@@ -200,8 +200,9 @@ class Machine(RuleBasedStateMachine):
             else:
                 done = overspill.offload(self.model, to=tier, modules=[path], min_bytes=self.min_bytes)
         except OverspillError:
-            # Right where nothing can move, or where something of it is there already.
-            assert not movable or Tier(tier) in tiers or self._is_no_move(tier, tiers)
+            # Right where nothing can move, or where something of it is there already, or is away with another module.
+            tied_away = as_module and tiers - {Tier.DEVICE}
+            assert not movable or Tier(tier) in tiers or self._is_no_move(tier, tiers) or tied_away
             assert self._tiers() == before
         else:
             assert tiers != {Tier(tier)}

@@ -13,7 +13,7 @@ from overspill.errors import PlanError, StateError
 from overspill.loading import Loader
 from overspill.managed import managed, managers_of
 from overspill.matching import match
-from overspill.offloading import Offloaded, offload_by_plan, offload_parts, restore_parts
+from overspill.offloading import Offloaded, changing, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
 from overspill.planner import make_plan
 from overspill.saving import StateDict, outputs_of, save_model
@@ -219,4 +219,5 @@ def save(
 
 def state_dict(model: nn.Module) -> StateDict:
     """What `save` would write, by name, each tensor read when it is asked for. For those who write other formats."""
-    return StateDict(outputs_of(model))
+    with changing(model, "read a model"):  # not in the middle of a forward, where modules show other tensors
+        return StateDict(outputs_of(model))

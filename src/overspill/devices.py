@@ -4,6 +4,7 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.config import MIB, align
 from overspill.errors import BudgetError
@@ -150,6 +152,15 @@ class PinnedRanges:
     def __del__(self) -> None:
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+
+
+def is_running(thread: threading.Thread) -> bool:
+    """Whether a thread uses a core now, or is about to. Where the system does not tell, it may."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return thread.is_alive() and not Path("/proc/self/task").exists()
+    return stat.rpartition(")")[2].split()[0] in "RD"
 
 
 def files_in_memory() -> list[tuple[int, int]]:
@@ -292,7 +303,8 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 def keep_for(stream: torch.Stream, arena: Arena) -> None:
     """Once `arena` is freed, nobody gets its memory before `stream` is done with what it was asked to do until then."""
     if isinstance(arena, torch.Tensor):
-        arena.record_stream(stream)
+        with _disable_current_modes():  # whoever frees it may be the garbage collector, in the middle of a compilation
+            arena.record_stream(stream)
 
 
 def current_stream_waits(device: torch.device, event: torch.Event | None) -> None:

@@ -22,7 +22,7 @@ from overspill.files import Files
 from overspill.homes import DiskTensor, DiskValues, FileSpan, HostTensor
 from overspill.managed import Managed
 from overspill.plan import Placement, Plan, Rates, Tier
-from overspill.rehoming import Origin, check_can_turn, plain_kind, turn_into_plain
+from overspill.rehoming import Origin, check_can_turn, let_go, plain_kind, turn_into_plain
 from overspill.slab import Layout, Window
 from overspill.store import DiskStore, HostStore, Store, merged
 from overspill.streamed import StreamedUnit, refresh_flat_weights
@@ -308,6 +308,8 @@ class Mover:
             places = [self.groups[name].places for name in placement.unit.tensors]
             streamed.append((placement, StreamedUnit(placement.unit.name, store, places, placement.device, kept=False)))
         self._commit_plain()
+        staged.plain.clear()
+        let_go()
         self._refresh()
         self._files.forget(_files_of(unit for _, unit in streamed), delete=delete)
         if streamed:

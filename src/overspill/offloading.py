@@ -262,7 +262,9 @@ def _to_move(mover: Mover, paths: list[str], tier: Tier, min_bytes: int) -> tupl
             continue
         if group.tensor.is_meta:
             refuse([name], "on the meta device, without values. Load the model first: overspill.load")
-        if tier_of(group.tensor) is tier or mover.is_others(name):
+        if mover.is_others(name):
+            refuse([name], "offloaded with another module that it is tied to. Name it in the model that holds both")
+        if tier_of(group.tensor) is tier:
             already.append(name)
         elif _is_worth_it(group, paths, min_bytes):
             moving.append(name)

@@ -8,10 +8,11 @@ would arrive at the old one.
 
 Note: other threads. They may read the tensor at any step of a change, so the steps are in an order that keeps each of
 them right: what a class needs is there before the class is, and a disk home's class also does for a body with memory.
-Inside torch, a thread may use a tensor's body or memory without holding it: what is taken from a tensor lives on for a
-moment, where other threads run.
+Inside torch, a thread may use a tensor's body or memory without holding it: what is taken from a tensor lives on until
+`let_go`, which waits until every thread that may be in there has come out.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from overspill.devices import OUR_THREADS
+from overspill.devices import OUR_THREADS, is_running
 from overspill.errors import StateError
 from overspill.homes import DiskTensor, DiskValues, HostParameter, HostSlot, HostTensor, disk_home
 
@@ -60,10 +61,10 @@ def check_can_turn(name: str, tensor: torch.Tensor) -> None:
 
 def _is_let_go(tensor: torch.Tensor) -> bool:
     """Whether no graph holds the tensor. Another thread may just be reading it: that ends by itself."""
-    for _ in range(50):
+    for _ in range(200):
         if _users(tensor) <= 2:
             return True
-        time.sleep(0.005)
+        time.sleep(0.01)
     return False
 
 
@@ -89,9 +90,9 @@ def turn_into_disk_home(tensor: torch.Tensor, values: DiskValues) -> None:
         tensor.__dict__.update({name: body.__dict__[name] for name in _OF_DISK_HOMES if name in body.__dict__})
         tensor.__class__ = DiskTensor
         torch._C._swap_tensor_impl(tensor, body)
-        tensor.__dict__.pop(_OF_HOST_HOMES, None)
         body.__class__ = kind
-    _limbo.keep(body)
+    _unused.append((tensor, _OF_HOST_HOMES))
+    _taken.append(body)
 
 
 def turn_into_plain(tensor: torch.Tensor, values: torch.Tensor, kind: type[torch.Tensor]) -> None:
@@ -114,21 +115,22 @@ def _give_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             torch._C._swap_tensor_impl(tensor, body)
             cast(torch.Tensor, tensor).__class__ = kind
-            body.__dict__.update({name: tensor.__dict__.pop(name, None) for name in _OF_DISK_HOMES})
+            body.__dict__.update({name: tensor.__dict__.get(name) for name in _OF_DISK_HOMES})
             body.__class__ = DiskTensor
-        _limbo.keep(body)
+        _unused.extend((tensor, name) for name in _OF_DISK_HOMES)
+        _taken.append(body)
         return
     with torch._C.DisableTorchFunctionSubclass():
         if tensor.requires_grad and tensor.device != values.device:
             _refuse_late_gradients(tensor)
         gradient, tensor.grad = tensor.grad, None
         if tensor.untyped_storage().data_ptr() != values.untyped_storage().data_ptr():
-            _limbo.keep(tensor.detach())
+            _taken.append(tensor.detach())
         tensor.data = values
         if gradient is not None:
             tensor.grad = gradient.to(values.device, values.dtype)
     tensor.__class__ = plain_kind(tensor)
-    tensor.__dict__.pop(_OF_HOST_HOMES, None)
+    _unused.append((tensor, _OF_HOST_HOMES))
 
 
 def _hand_over(tensor: torch.Tensor, body: torch.Tensor) -> None:
@@ -161,38 +163,40 @@ def _users(tensor: torch.Tensor) -> int:
     return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
-class _Limbo:
-    """Bodies and memory that were taken from tensors, until no other thread can be using them any more."""
+_taken: list[torch.Tensor] = []
+"""Bodies and memory that tensors had before."""
 
-    _SECONDS = 0.5
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: list[torch.Tensor] = []
-        self._timer: threading.Timer | None = None
-
-    def keep(self, body: torch.Tensor) -> None:
-        if not _others_run():
-            return
-        with self._lock:
-            self._kept.append(body)
-            if self._timer is None:
-                self._timer = threading.Timer(self._SECONDS, self._release)
-                self._timer.daemon = True
-                self._timer.start()
-
-    def _release(self) -> None:
-        with self._lock:
-            kept, self._kept, self._timer = self._kept, [], None
-        del kept  # some of them for a little less than the time: it is a thousand times what torch needs
+_unused: list[tuple[torch.Tensor, str]] = []
+"""Attributes of homes on tensors that are others by now."""
 
 
-_limbo = _Limbo()
+def let_go(patience: float = 0.5) -> None:
+    """Free what was taken from tensors, once no other thread can be using it."""
+    computing = _computing_threads()
+    end = time.monotonic() + patience
+    while computing and time.monotonic() < end:
+        time.sleep(0.001)
+        now = _computing_threads()
+        computing = {thread: step for thread, step in computing.items() if now.get(thread) == step}
+    while _unused:
+        tensor, name = _unused.pop()
+        if not isinstance(tensor, DiskTensor if name in _OF_DISK_HOMES else HostTensor):
+            tensor.__dict__.pop(name, None)
+    _taken.clear()
 
 
-def _others_run() -> bool:
-    """Whether threads run that may be reading tensors; those that read files for us do not."""
-    return any(
-        thread is not threading.current_thread() and not thread.name.startswith(OUR_THREADS)
+def _computing_threads() -> dict[int, tuple[int, int]]:
+    """The threads that may be inside torch, and the step of its program that each is at.
+
+    Inside torch without the interpreter's lock, a thread runs. One that sleeps waits for something, or for the lock.
+    """
+    frames = sys._current_frames()
+    return {
+        thread.ident: (id(frame), frame.f_lasti)
         for thread in threading.enumerate()
-    )
+        if thread.ident is not None
+        and thread is not threading.current_thread()
+        and not thread.name.startswith(OUR_THREADS)
+        and (frame := frames.get(thread.ident)) is not None
+        and is_running(thread)
+    }

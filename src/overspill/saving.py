@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from torch import nn
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.publishing import publish
 from overspill.checkpoint.reader import FileReader
+from overspill.checkpoint.safetensors_header import DTYPES
 from overspill.checkpoint.writer import FileLayout, SafetensorsWriter, by_alignment, lay_out
 from overspill.config import MIB, parse_size
 from overspill.devices import CPU, buffer_of
-from overspill.errors import SaveError
+from overspill.errors import CheckpointError, SaveError
 from overspill.homes import DiskTensor, DiskValues, FileSpan
 from overspill.managed import managers_of
 from overspill.offloading import changing
@@ -52,7 +54,7 @@ class Output:
 
     def chunks(self) -> Iterator[memoryview]:
         """Its bytes in order, a few megabytes at a time."""
-        elements = self.values().contiguous().view(-1)
+        elements = self.values().resolve_conj().resolve_neg().contiguous().view(-1)  # what is negated only when read
         step = max(1, _READ_AT_ONCE // elements.element_size())
         for start in range(0, elements.numel(), step):
             part = elements[start : start + step].to(CPU)
@@ -67,6 +69,9 @@ class StateDict(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._outputs[name].values()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._outputs  # Mapping's own would read it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)
@@ -119,6 +124,7 @@ def save_model(
         outputs = {output.name: output for output in outputs_of(model)}
         shards = _shards(list(outputs.values()), limit, {"format": "pt", **(metadata or {})})
         total = sum(layout.nbytes for layout in shards)
+        _open_files_of(model)
         with Progress(total, progress, "saving") as bar:
             save = _Save(outputs, bar)
             spots = publish(Path(folder), shards, save.fill)
@@ -152,6 +158,19 @@ class _Save:
                 values.spans = (FileSpan(file, offset, values.spec.nbytes),)
 
 
+def _open_files_of(model: nn.Module) -> None:
+    """Have every file open that a unit reads, so that one that this replaces is read on.
+
+    A unit brings all that it was planned with, also what is not saved: parameters that others were put in the place of.
+    """
+    homes = (home for manager in managers_of(model) for unit in manager.units.values() for home in unit.store.homes)
+    for values in (home._overspill_values for home in homes if isinstance(home, DiskTensor)):
+        if values.memory is None and isinstance(values.reader, FileReader):
+            for span in values.spans:
+                with suppress(CheckpointError):  # for whoever needs it
+                    values.reader.descriptor(span.file)
+
+
 def _is_there(file: SourceFile) -> bool:
     try:
         return SourceFile.at(file.path) == file
@@ -164,9 +183,19 @@ def _shards(outputs: Sequence[Output], limit: int, metadata: Mapping[str, str]) 
     parts: list[list[tuple[str, TensorSpec]]] = [[]]
     size = 0
     for output in outputs:
+        _refuse_unstorable(output)
         if parts[-1] and size + output.spec.nbytes > limit:
             parts.append([])
             size = 0
         parts[-1].append((output.name, output.spec))
         size += output.spec.nbytes
     return [lay_out(by_alignment(part), metadata) for part in parts]
+
+
+def _refuse_unstorable(output: Output) -> None:
+    kind = output.spec.dtype if output.tensor.layout is torch.strided else output.tensor.layout
+    if kind is not output.spec.dtype or kind not in DTYPES.values():
+        raise SaveError(
+            f"{output.name} is {str(kind).removeprefix('torch.')}, which safetensors files cannot hold. "
+            "Store it in another form, or keep it out of the model's state: register_buffer(persistent=False)"
+        )

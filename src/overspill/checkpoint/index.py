@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -103,6 +104,10 @@ class CheckpointIndex(Mapping[str, StoredTensor]):
         return f"CheckpointIndex({str(self.path)!r}, {len(self)} tensors in {len(self.files)} files)"
 
 
+_LEFT_BY_A_SAVE = re.compile(r"\.overspill-[0-9a-f]{8}\.")
+"""In the names of files that a save writes aside: they are a checkpoint only if an index lists them."""
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     """Index the checkpoint at `path`: a safetensors file, a file of torch.save, an index.json, or a folder of these.
 
@@ -143,7 +148,8 @@ def _suggest(missing: Path) -> str:
 
 def _choose_in_folder(folder: Path) -> list[Path]:
     with _reading(folder):
-        names = sorted(entry.name for entry in folder.iterdir() if _kind(entry) == stat.S_IFREG)
+        files = sorted(entry.name for entry in folder.iterdir() if _kind(entry) == stat.S_IFREG)
+    names = [name for name in files if not _LEFT_BY_A_SAVE.search(name)]
 
     def ending(*suffixes: str) -> list[str]:
         return [name for name in names if name.endswith(suffixes)]

@@ -54,7 +54,8 @@ def publish(folder: Path, shards: Sequence[FileLayout], fill: Fill) -> dict[str,
 def _check_target(folder: Path) -> None:
     if folder.is_file():
         raise SaveError(f"{folder} is a file, and a checkpoint is a folder. Give another path, or move the file away")
-    names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+    with _explained(f"cannot look into {folder}"):
+        names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
     if names and not any(name.endswith(_CHECKPOINTS) or _ASIDE.fullmatch(name) for name in names):
         raise SaveError(
             f"{folder} holds {', '.join(sorted(names)[:3])} and no checkpoint. Give a new or empty folder, or one with "
