@@ -1,5 +1,6 @@
 """What only a GPU can show: races between streams, memory on the device, inputs that cross over."""
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -283,3 +284,20 @@ def test_parts_that_compute_on_other_devices_get_their_inputs_there(tmp_path: Pa
             device = "cpu" if f"blocks.{index}" in on_cpu else "cuda"
             x = block.to(device)(x.to(device))
         assert torch.equal(model(X), x.cpu())
+
+
+def test_host_memory_is_pinned_where_it_lies_and_what_lies_beside_it_can_still_be_copied() -> None:
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(512, 512), nn.Linear(512, 512))
+    reference = aligned(copy.deepcopy(model)).cuda()
+    address, beside = model[0].weight.data_ptr(), [torch.randn(512, 512) for _ in range(64)]
+    overspill.offload(model, to="cpu", device=0)
+    assert model[0].weight.detach().data_ptr() == address
+    assert torch.equal(model[0].weight.detach().cuda(), reference[0].weight)
+    x = torch.randn(2, 4096)
+    for _ in range(2):
+        assert torch.equal(model[0](x), reference[0](x.cuda()))
+    beside += [torch.randn(512, 512) for _ in range(64)]
+    assert all(torch.equal(each.cuda().cpu(), each) for each in beside)
+    overspill.restore(model)
+    assert torch.equal(model[0].weight, reference[0].weight.cpu())
+    assert all(torch.equal(each.cuda().cpu(), each) for each in beside)

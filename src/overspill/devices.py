@@ -133,6 +133,11 @@ class HostPages(mmap.mmap):
             self._registered = 0
 
 
+ALONE_ON_ITS_PAGES = 33 * MIB
+"""Host memory of this size has pages of its own: glibc takes at most 32 MiB from the heap that all share. A page that is
+pinned for one tensor and begins another makes copies of the other fail, since CUDA refuses memory that is half pinned."""
+
+
 class PinnedRanges:
     """Host memory that others allocated, pinned page by page where it lies: no copy is made of it."""
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from overspill.bundles import Bundle, BundleTensor
 from overspill.checkpoint.index import SourceFile
-from overspill.config import SMALL_TENSOR, format_size
-from overspill.devices import CPU, PinnedRanges, copy_bytes, files_in_memory, free_memory
+from overspill.config import format_size
+from overspill.devices import ALONE_ON_ITS_PAGES, CPU, PinnedRanges, copy_bytes, files_in_memory, free_memory
 from overspill.errors import BudgetError, StateError
 from overspill.files import Files
 from overspill.homes import DiskTensor, DiskValues, FileSpan, HostTensor
@@ -169,7 +169,7 @@ class Mover:
             for placement in placements
             if placement.device != CPU and all(self._can_be_pinned(name, mapped) for name in placement.unit.tensors)
         ]
-        large = [tensor for p in in_place for tensor in self._tensors(p.unit) if tensor.nbytes >= SMALL_TENSOR]
+        large = [tensor for p in in_place for tensor in self._tensors(p.unit) if tensor.nbytes >= ALONE_ON_ITS_PAGES]
         pinned = PinnedRanges([_ordinary(tensor) for tensor in large])
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for placement in placements:

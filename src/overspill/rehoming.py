@@ -3,8 +3,8 @@
 Note: how an object changes. To other host memory, or between devices, by `.data`: the object stays, its memory is
 another. To and from a disk home, which has no memory and another dispatch, by exchanging the bodies of two Python
 objects, as torch's own `swap_tensors` does; unlike that function we allow weak references, which compilers hold on
-parameters and which go on meaning the same object. A body that a graph has saved cannot be exchanged: the gradient
-would arrive at the old one.
+parameters and which go on meaning the same object. A graph that knows the old body would send its gradient there, where
+nobody finds it: its backward raises instead.
 
 Note: other threads. They may read the tensor at any step of a change, so the steps are in an order that keeps each of
 them right: what a class needs is there before the class is, and a disk home's class also does for a body with memory.
@@ -53,19 +53,6 @@ def check_can_turn(name: str, tensor: torch.Tensor) -> None:
         raise StateError(f"{name} is a {tensor.layout} tensor: only dense ones can be offloaded")
     if not tensor.is_leaf:
         raise StateError(f"{name} is the result of a computation, not a parameter. Detach it first")
-    if tensor.requires_grad and not _is_let_go(tensor):
-        raise StateError(
-            f"{name} is part of a computation whose backward has not run yet. Run it, or drop its result, first"
-        )
-
-
-def _is_let_go(tensor: torch.Tensor) -> bool:
-    """Whether no graph holds the tensor. Another thread may just be reading it: that ends by itself."""
-    for _ in range(200):
-        if _users(tensor) <= 2:
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def turn_into_host_home(

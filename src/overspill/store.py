@@ -8,8 +8,7 @@ import torch
 
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import RangeReader
-from overspill.config import SMALL_TENSOR
-from overspill.devices import CPU, HostPages, PinnedRanges, host_bytes, touch
+from overspill.devices import ALONE_ON_ITS_PAGES, CPU, HostPages, PinnedRanges, host_bytes, touch
 from overspill.homes import DiskValues, HostSlot, HostTensor, disk_home, host_home
 from overspill.rehoming import turn_into_disk_home, turn_into_host_home
 from overspill.slab import Layout, Slab
@@ -84,12 +83,12 @@ class HostStore:
     @classmethod
     def in_place(cls, layout: Layout, tensors: Sequence[torch.Tensor], pinned: PinnedRanges) -> "HostStore":
         """Large tensors where they lie already, which `pinned` knows; the small ones have memory of their own."""
-        small = Layout.of([spec for spec in layout.specs if spec.nbytes < SMALL_TENSOR])
+        small = Layout.of([spec for spec in layout.specs if spec.nbytes < ALONE_ON_ITS_PAGES])
         pages = HostPages(small.nbytes)
         spots = small.spots()
         elements = []
         for spec, tensor in zip(layout.specs, tensors, strict=True):
-            if spec.nbytes < SMALL_TENSOR:
+            if spec.nbytes < ALONE_ON_ITS_PAGES:
                 elements.append(_own_storage(pages, *next(spots)).copy_(spec.flat(tensor)))
             else:
                 elements.append(spec.flat(tensor))
