@@ -134,8 +134,8 @@ class HostPages(mmap.mmap):
 
 
 ALONE_ON_ITS_PAGES = 33 * MIB
-"""Host memory of this size has pages of its own: glibc takes at most 32 MiB from the heap that all share. A page that is
-pinned for one tensor and begins another makes copies of the other fail, since CUDA refuses memory that is half pinned."""
+"""Host memory of this size has pages of its own: glibc takes at most 32 MiB from the heap that all share. A page that
+is pinned for one tensor and begins another makes copies of the other fail: CUDA refuses memory that is half pinned."""
 
 
 class PinnedRanges:
