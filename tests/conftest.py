@@ -24,6 +24,7 @@ import torch
 
 from overspill.checkpoint.reader import FileReader
 from overspill.transfer import Transfer
+from support import Where
 
 # A failure must come back on the next run, on any machine, however slow.
 hypothesis.settings.register_profile("overspill", database=None, deadline=None, derandomize=True, print_blob=True)
@@ -88,3 +89,16 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(FileReader, "read_aligned", counting_read_aligned)
     monkeypatch.setattr(Transfer, "from_host", counting_copy)
     return count
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(Where("cpu", "disk"), id="cpu-disk"),
+        pytest.param(Where("cpu", "cpu"), id="cpu-cpu"),
+        pytest.param(Where("cuda:0", "disk"), id="cuda-disk", marks=pytest.mark.gpu),
+        pytest.param(Where("cuda:0", "cpu"), id="cuda-cpu", marks=pytest.mark.gpu),
+    ]
+)
+def where(request: pytest.FixtureRequest) -> Where:
+    where: Where = request.param
+    return where

@@ -142,3 +142,18 @@ def run_program(program: str, timeout: float = 60) -> str:
     )
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr}"
     return result.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Where:
+    """A tier to move to, and the device that computes."""
+
+    device: str
+    tier: str
+
+    def offload(self, model: nn.Module, **options: Any) -> Any:
+        """Move to the tier. A model that the CPU computes gets into host memory by way of the disk only."""
+        if self.tier == "cpu" and self.device == "cpu":
+            overspill.offload(model, to="disk", **options)
+            options.pop("folder", None)
+        return overspill.offload(model, to=self.tier, **options)

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +34,9 @@ from overspill.errors import (
 )
 from overspill.managed import managed
 from overspill.transfer import Transfer
-from support import TIERS, Block, Net, aligned, loaded, narrow, placed, run_program, save_checkpoint
+from support import TIERS, Block, Net, Where, aligned, loaded, narrow, placed, run_program, save_checkpoint
 
 IDS = torch.arange(24).view(2, 12)
-
-
-@dataclass(frozen=True)
-class Where:
-    """A tier to move to, and the device that computes."""
-
-    device: str
-    tier: str
-
-    def offload(self, model: nn.Module, **options: Any) -> Any:
-        """Move to the tier. A model that the CPU computes gets into host memory by way of the disk only."""
-        if self.tier == "cpu" and self.device == "cpu":
-            overspill.offload(model, to="disk", **options)
-            options.pop("folder", None)
-        return overspill.offload(model, to=self.tier, **options)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(Where("cpu", "disk"), id="cpu-disk"),
-        pytest.param(Where("cpu", "cpu"), id="cpu-cpu"),
-        pytest.param(Where("cuda:0", "disk"), id="cuda-disk", marks=pytest.mark.gpu),
-        pytest.param(Where("cuda:0", "cpu"), id="cuda-cpu", marks=pytest.mark.gpu),
-    ]
-)
-def where(request: pytest.FixtureRequest) -> Where:
-    where: Where = request.param
-    return where
 
 
 @pytest.fixture

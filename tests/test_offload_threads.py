@@ -4,7 +4,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,38 +12,11 @@ from torch import nn
 
 import overspill
 from overspill.errors import StateError
-from support import Block, Net, aligned
+from support import Block, Net, Where, aligned
 
 FORWARDS = 200
 PATIENCE = 100  # seconds until threads that have not ended count as deadlocked
 MOVED_BYTES = (64 * 32 + 64 + 64 * 32) * 4  # of a block: its norm, scale and shift are too small
-
-
-@dataclass(frozen=True)
-class Where:
-    """A tier to move to, and the device that computes."""
-
-    device: str
-    tier: str
-
-    def offload(self, model: nn.Module, **options: Any) -> Any:
-        """Move to the tier. A model that the CPU computes gets into host memory by way of the disk only."""
-        if self.tier == "cpu" and self.device == "cpu":
-            overspill.offload(model, to="disk", **options)
-        return overspill.offload(model, to=self.tier, **options)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(Where("cpu", "disk"), id="cpu-disk"),
-        pytest.param(Where("cpu", "cpu"), id="cpu-cpu"),
-        pytest.param(Where("cuda:0", "disk"), id="cuda-disk", marks=pytest.mark.gpu),
-        pytest.param(Where("cuda:0", "cpu"), id="cuda-cpu", marks=pytest.mark.gpu),
-    ]
-)
-def where(request: pytest.FixtureRequest) -> Where:
-    where: Where = request.param
-    return where
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from torch import nn
 
 from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.reader import FileReader
+from overspill.checkpoint.writer import write_all
 from overspill.config import MIB
 from overspill.devices import buffer_of, reserve
 from overspill.files import Files
 from overspill.homes import DiskValues, FileSpan
 from overspill.managed import Managed
 from overspill.matching import Match
-from overspill.offload_folder import OffloadFolder, padded, write_all
+from overspill.offload_folder import OffloadFolder, padded
 from overspill.plan import Placement, Plan, Tier
 from overspill.progress import Progress
 from overspill.slab import Layout, Window

@@ -24,7 +24,7 @@ from overspill.managed import Managed
 from overspill.plan import Placement, Plan, Rates, Tier
 from overspill.rehoming import Origin, check_can_turn, let_go, plain_kind, turn_into_plain
 from overspill.slab import Layout, Window
-from overspill.store import DiskStore, HostStore, Store, merged
+from overspill.store import DiskStore, HostStore, Store, merged, pieces_of
 from overspill.streamed import StreamedUnit, refresh_flat_weights
 from overspill.tensors import TensorGroup, TensorSpec, is_dense, tensor_groups
 from overspill.transfer import Piece, Transfer
@@ -153,13 +153,7 @@ class Mover:
         if values.memory is not None or dtype not in (None, values.spec.dtype) or not values.spec.numel:
             return _cast(values.read(), device, dtype)
         target = values.spec.empty(device)
-        flat = values.spec.flat(target).view(torch.uint8)
-        start = 0
-        for span in values.spans:
-            pieces.setdefault(device, []).append(
-                Piece(span.file, span.offset, torch.uint8, flat[start : start + span.nbytes])
-            )
-            start += span.nbytes
+        pieces.setdefault(device, []).extend(pieces_of(values, values.spec.flat(target).view(torch.uint8)))
         return target
 
     def _stage_host(self, placements: Sequence[Placement]) -> None:
@@ -250,7 +244,9 @@ class Mover:
         return [self.groups[name].tensor for name in unit.tensors]
 
     def _transfer(self, device: torch.device) -> Transfer:
-        return self._transfers.setdefault(device, Transfer(device))
+        if device not in self._transfers:
+            self._transfers[device] = Transfer(device)
+        return self._transfers[device]
 
     def _check_room(self, wanted: Mapping[str, tuple[torch.device, torch.dtype | None]]) -> None:
         """Before anything is allocated: what comes to each device must fit there."""
@@ -321,7 +317,7 @@ class Mover:
             origin = self._origins.pop(id(tensor), None) if home else None
             if not home and values.device != tensor.device and self.remembers:
                 self._origins.setdefault(id(tensor), Origin.of(tensor))
-            turn_into_plain(tensor, values, type(tensor) if not home else (origin or _as_loaded(tensor)).kind)
+            turn_into_plain(tensor, values, _kind_of(tensor, origin))
             if (kept := self._origins.get(id(tensor))) is not None and kept.device == values.device:
                 del self._origins[id(tensor)]  # it is back where it was
 
@@ -464,8 +460,11 @@ def _cast(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None)
     return values.to(device, dtype if dtype is not None and values.is_floating_point() else values.dtype)
 
 
-def _as_loaded(tensor: torch.Tensor) -> Origin:
-    return Origin(plain_kind(tensor), CPU)
+def _kind_of(tensor: torch.Tensor, origin: Origin | None) -> type[torch.Tensor]:
+    """The class of an ordinary tensor in the place of this one, which may be ordinary already."""
+    if tier_of(tensor) is Tier.DEVICE:
+        return type(tensor)
+    return plain_kind(tensor) if origin is None else origin.kind
 
 
 def _spans(bundle: Bundle, tensor: BundleTensor) -> list[FileSpan]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+from overspill.checkpoint.writer import private_file, write_all
 from overspill.config import align, format_size
 from overspill.errors import OffloadFolderError
 
@@ -32,7 +33,7 @@ class OffloadFolder:
         try:
             self._require(nbytes)
             mark = {"made by": "overspill", "fingerprint": fingerprint}
-            with _explained(f"cannot write to {self.path}"), _private(self.path / _MARK) as file:
+            with _explained(f"cannot write to {self.path}"), private_file(self.path / _MARK) as file:
                 write_all(file, memoryview(json.dumps(mark).encode()))
         except BaseException:
             self.remove()
@@ -47,7 +48,7 @@ class OffloadFolder:
     def open(self) -> FileIO:
         """The one file for all tensors, new and empty."""
         with _explained(f"cannot write to {self.path}"):
-            return _private(self.tensors)
+            return private_file(self.tensors)
 
     def remove(self) -> None:
         """Delete our files, and the folder if nothing else is in it."""
@@ -77,17 +78,6 @@ def _explained(what: str) -> Iterator[None]:
             raise
         reason = error.strerror or str(error)
         raise OffloadFolderError(f"{what} ({reason}). Free some space, or pass another offload_folder") from error
-
-
-def _private(path: Path) -> FileIO:
-    """A new file that its owner alone may read. Unbuffered: closing it after a failed write must not fail again."""
-    return FileIO(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb")
-
-
-def write_all(file: FileIO, data: memoryview) -> None:
-    """Write all of `data`, however many calls it takes."""
-    while data:
-        data = data[file.write(data) :]
 
 
 def _remove(owner: int, folder: Path, files: list[Path]) -> None:

@@ -1,5 +1,6 @@
 """Where homes keep their bytes: in pinned host memory or on disk. One store a unit."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, cast
@@ -208,21 +209,11 @@ class DiskStore:
             turn_into_disk_home(tensor, value)
         self.homes = list(tensors)
 
-    def pieces(self, index: int, target: torch.Tensor) -> list[Piece]:
-        """What to read of files to fill flat byte `target` with tensor `index`; nothing once it was promoted."""
-        values, pieces, start = self._values[index], [], 0
-        if values.memory is not None:
-            return []
-        for span in values.spans:
-            pieces.append(Piece(span.file, span.offset, torch.uint8, target[start : start + span.nbytes]))
-            start += span.nbytes
-        return pieces
-
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
         pieces = []
-        for index, (spec, offset) in enumerate(zip(self.layout.specs, self.layout.offsets, strict=True)):
-            # `refresh` brings what was promoted: memory may be edited at any time, through views of it
-            pieces += self.pieces(index, slab.memory[offset : offset + spec.nbytes])
+        for values, (spec, offset) in zip(self._values, self.layout.spots(), strict=True):
+            if values.memory is None:  # else `refresh` brings it: memory may be edited at any time, through views of it
+                pieces += pieces_of(values, slab.memory[offset : offset + spec.nbytes])
         return transfer.from_disk(merged(pieces), self._reader, slab=slab, priority=priority)
 
     def brings(self, index: int) -> bool:
@@ -248,6 +239,15 @@ class DiskStore:
 
     def files(self) -> set[SourceFile]:
         return {span.file for values in self._values if values.memory is None for span in values.spans}
+
+
+def pieces_of(values: DiskValues, target: torch.Tensor) -> list[Piece]:
+    """What to read of files to fill flat byte `target` with `values`."""
+    starts = itertools.accumulate((span.nbytes for span in values.spans), initial=0)
+    return [
+        Piece(span.file, span.offset, torch.uint8, target[start : start + span.nbytes])
+        for span, start in zip(values.spans, starts, strict=False)  # the last start is the end
+    ]
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
