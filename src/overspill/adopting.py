@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from overspill.bundles import BundleTensor
+from overspill.checkpoint.index import FileSpan
 from overspill.devices import CPU, free_memory
 from overspill.errors import PlanError, StateError
 from overspill.files import Files
-from overspill.homes import DiskValues, FileSpan, disk_home, plain_parameter
+from overspill.homes import DiskValues, disk_home, plain_parameter
 from overspill.integrations.accelerate import Dispatch, Dispatched, is_dispatched, read_dispatch, remove_dispatch
 from overspill.managed import managers_of
 from overspill.moving import Mover

@@ -10,6 +10,7 @@ from torch import nn
 from overspill.checkpoint import open_checkpoint
 from overspill.devices import compute_device
 from overspill.errors import PlanError, StateError
+from overspill.integrations.transformers import converted
 from overspill.loading import Loader
 from overspill.managed import managed, managers_of
 from overspill.matching import match
@@ -76,7 +77,8 @@ def load(
         plan: From `overspill.plan`. None: made here, within `max_memory`.
         dtype: Cast floating-point weights to this. None: the dtype that the model has.
         strict: Every key of the checkpoint must be in the model and the other way round.
-        offload_folder: Where tensors on disk are converted to when their dtype changes; nothing else is written there.
+        offload_folder: Where tensors on disk are converted to when their dtype changes, or when they are transposed;
+            nothing else is written there. Experts that the model has fused are read where they lie.
         progress: Show a bar with bytes and rate, on a terminal.
     """
     if managed(model) is not None:
@@ -87,13 +89,16 @@ def load(
         raise PlanError(f"the plan was made for dtype={plan.dtype}, not {dtype}. Pass the same dtype to plan and load")
     dtype = dtype if plan is None else plan.dtype
     groups = tensor_groups(model)
-    matches = match(groups, open_checkpoint(checkpoint), dtype=dtype, strict=strict)
+    index = open_checkpoint(checkpoint)
+    conversion = converted(model, index)
+    matches = match(groups, conversion.tensors, index.folder, dtype=dtype, strict=strict)
     if plan is None:
         plan = make_plan(model, max_memory, dtype=dtype)
     plan.check(groups)
     for device in plan.devices:
         compute_device(device)  # a plan can be made anywhere, but must be carried out where its devices are
     Loader(model, plan, groups, matches, folder=offload_folder, progress=progress).run()
+    conversion.remember(model)
     return model
 
 
@@ -200,6 +205,7 @@ def save(
     folder: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
+    original_format: bool = True,
     metadata: Mapping[str, str] | None = None,
     progress: bool = True,
 ) -> None:
@@ -211,13 +217,22 @@ def save(
 
     Args:
         max_shard_size: Bytes of tensors in one file; a larger tensor gets a file of its own.
+        original_format: Undo what Transformers did to the tensors when they were loaded: experts that it fused are
+            stored one by one again. False: names and shapes as the model has them.
         metadata: Strings to keep in the files' headers.
         progress: Show a bar with bytes and rate, on a terminal.
     """
-    save_model(model, folder, max_shard_size=max_shard_size, metadata=metadata, progress=progress)
+    save_model(
+        model,
+        folder,
+        max_shard_size=max_shard_size,
+        original_format=original_format,
+        metadata=metadata,
+        progress=progress,
+    )
 
 
-def state_dict(model: nn.Module) -> StateDict:
+def state_dict(model: nn.Module, *, original_format: bool = True) -> StateDict:
     """What `save` would write, by name, each tensor read when it is asked for. For those who write other formats."""
     with changing(model, "read a model"):  # not in the middle of a forward, where modules show other tensors
-        return StateDict(outputs_of(model))
+        return StateDict(outputs_of(model, original_format=original_format))

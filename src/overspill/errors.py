@@ -11,6 +11,7 @@ OverspillError
     ├── CheckpointCorruptError    the bytes contradict themselves: truncated, overlapping, lying headers
     ├── CheckpointUnsafeError     loading it would run code or leave its folder
     ├── CheckpointMismatchError   its tensors are not the model's: missing, unexpected, wrongly shaped
+    ├── ConversionError           it is stored in a form that cannot be followed into the model's, or back
     ├── CheckpointChangedError    a file was modified after the model was loaded from it
     └── CheckpointReadError       the operating system failed to read a range of a file
 
@@ -60,6 +61,10 @@ class CheckpointUnsafeError(CheckpointError):
 
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint's tensors are not the model's: missing, unexpected or wrongly shaped."""
+
+
+class ConversionError(CheckpointError, ValueError):
+    """The checkpoint is stored in a form that cannot be followed into the model's, or back."""
 
 
 class CheckpointChangedError(CheckpointError):

@@ -8,8 +8,7 @@ made before an edit must be refreshed, and a home that is read beside tensors of
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.reader import RangeReader
 from overspill.config import HOST_ALIGNMENT, align
 from overspill.devices import CPU, buffer_of, storage_users
@@ -222,15 +221,6 @@ def host_home(values: torch.Tensor, like: torch.Tensor) -> HostTensor:
     return cast(HostTensor, home)
 
 
-@dataclass(frozen=True)
-class FileSpan:
-    """Some bytes of a file. A tensor is one span, or several that are gathered in order."""
-
-    file: SourceFile
-    offset: int
-    nbytes: int
-
-
 class DiskValues:
     """The truth about one tensor on disk: spans of files, or host memory once it was promoted."""
 
@@ -278,12 +268,30 @@ class DiskValues:
         with torch.inference_mode(False), torch.no_grad():
             values = _aligned_empty(self.spec)
             if values.numel():
-                target = buffer_of(values)  # dense, in whatever order
-                start = 0
-                for span in self.spans:
-                    self.reader.read(span.file, span.offset, target[start : start + span.nbytes])
-                    start += span.nbytes
+                self._read_files(0, buffer_of(values))  # dense, in whatever order
             return values
+
+    def elements(self, start: int, stop: int) -> torch.Tensor:
+        """Some of the values as they lie in the files, flat."""
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.empty(stop - start, dtype=self.spec.dtype)
+            self._read_files(start * values.itemsize, buffer_of(values))
+            return values
+
+    def spans_of(self, start: int, stop: int) -> Iterator[FileSpan]:
+        """Where the bytes from `start` to `stop` lie."""
+        reached = 0
+        for span in self.spans:
+            low, high = max(start - reached, 0), min(stop - reached, span.nbytes)
+            if low < high:
+                yield span.part(low, high)
+            reached += span.nbytes
+
+    def _read_files(self, start: int, target: memoryview) -> None:
+        done = 0
+        for span in self.spans_of(start, start + target.nbytes):
+            self.reader.read(span.file, span.offset, target[done : done + span.nbytes])
+            done += span.nbytes
 
 
 def _aligned_empty(spec: TensorSpec) -> torch.Tensor:

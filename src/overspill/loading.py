@@ -6,18 +6,17 @@ Everything is built aside. The model is touched in the last step only, so a fail
 import hashlib
 import os
 from collections.abc import Mapping
-from io import FileIO
 
 import torch
 from torch import nn
 
-from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.conversion import ConvertedTensor, chunks_of
+from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.reader import FileReader
 from overspill.checkpoint.writer import write_all
-from overspill.config import MIB
 from overspill.devices import buffer_of, reserve
 from overspill.files import Files
-from overspill.homes import DiskValues, FileSpan
+from overspill.homes import DiskValues
 from overspill.managed import Managed
 from overspill.matching import Match
 from overspill.offload_folder import OffloadFolder, padded
@@ -54,6 +53,7 @@ class Loader:
         self._parent = folder
         self._folder: OffloadFolder | None = None
         self._converted: dict[str, FileSpan] = {}
+        self._scattered: list[tuple[ConvertedTensor, torch.Tensor]] = []
 
     def run(self) -> Managed:
         """Do it, or leave the model as it was."""
@@ -123,12 +123,17 @@ class Loader:
         match = self._matches[name]
         if target.numel() == 0:
             return
-        flat = target.view(-1)
-        if match.is_cast:
-            piece = Piece(match.stored.file, match.stored.offset, match.stored.spec.dtype, flat)
-        else:
-            piece = Piece(match.stored.file, match.stored.offset, torch.uint8, flat.view(torch.uint8))
-        self._pieces[device].append(piece)
+        if match.stored.spans is None:
+            self._scattered.append((match.stored, target))
+            return
+        dtype = match.stored.spec.dtype
+        flat = target.view(-1) if match.is_cast else target.view(-1).view(torch.uint8)
+        dtype = dtype if match.is_cast else torch.uint8
+        reached = 0
+        for span in match.stored.spans:
+            count = span.nbytes // dtype.itemsize
+            self._pieces[device].append(Piece(span.file, span.offset, dtype, flat[reached : reached + count]))
+            reached += count
 
     def _spec(self, name: str) -> TensorSpec:
         return self._matches[name].spec if name in self._matches else self._groups[name].spec
@@ -136,33 +141,27 @@ class Loader:
     # The disk tier: referenced where it lies, converted only where the bytes in memory are others.
 
     def _convert(self) -> None:
-        """Write what rests on disk in another dtype to a file of our own, once; a few megabytes at a time."""
+        """Write what rests on disk in another form to a file of our own, once; a few megabytes at a time."""
         on_disk = (placement.unit for placement in self._plan.placements if placement.tier is Tier.DISK)
         names = [name for unit in on_disk for name in unit.tensors]
-        casts = {name: self._matches[name] for name in names if name in self._matches and self._matches[name].is_cast}
-        if not casts:
+        matches = {name: self._matches[name] for name in names if name in self._matches}
+        others = {name: match for name, match in matches.items() if match.is_converted}
+        if not others:
             return
-        nbytes = sum(padded(match.spec.nbytes) for match in casts.values())
-        self._folder = OffloadFolder(self._parent, fingerprint=_fingerprint(casts), nbytes=nbytes)
+        nbytes = sum(padded(match.spec.nbytes) for match in others.values())
+        self._folder = OffloadFolder(self._parent, fingerprint=_fingerprint(others), nbytes=nbytes)
         offsets = {}
         with self._folder.open() as file:
-            for name, match in casts.items():
+            for name, match in others.items():
                 offsets[name] = padded(file.tell())
                 with self._folder.writing(name):
                     file.seek(offsets[name])
-                    self._write_cast(match, file)
+                    for chunk in chunks_of(match.stored, self._reader):
+                        cast = chunk.to(match.spec.dtype)  # held by name: the buffer does not hold it
+                        write_all(file, buffer_of(cast))
         written = SourceFile.at(self._folder.tensors)
-        for name, match in casts.items():
+        for name, match in others.items():
             self._converted[name] = FileSpan(written, offsets[name], match.spec.nbytes)
-
-    def _write_cast(self, match: Match, file: FileIO) -> None:
-        stored = match.stored
-        step = _CONVERTED_AT_ONCE // stored.spec.dtype.itemsize
-        for start in range(0, stored.spec.numel, step):
-            part = torch.empty(min(step, stored.spec.numel - start), dtype=stored.spec.dtype)
-            self._reader.read(stored.file, stored.offset + start * part.itemsize, buffer_of(part))
-            cast = part.to(match.spec.dtype)
-            write_all(file, buffer_of(cast))
 
     def _on_disk(self, name: str) -> DiskValues:
         if name not in self._matches:
@@ -170,8 +169,9 @@ class Loader:
             values.replace(self._groups[name].tensor.detach())
             return values
         match = self._matches[name]
-        stored = FileSpan(match.stored.file, match.stored.offset, match.stored.nbytes)
-        return DiskValues(name, match.spec, [self._converted.get(name, stored)], self._reader)
+        spans = (self._converted[name],) if name in self._converted else match.stored.spans
+        assert spans is not None
+        return DiskValues(name, match.spec, spans, self._reader)
 
     # Reading, and the last step.
 
@@ -192,6 +192,8 @@ class Loader:
                 fetch.cancel()
                 fetch.wait_host()  # no thread may write to memory that a failed load gives up
         self._pieces.clear()
+        for stored, target in self._scattered:
+            stored.fill(target, self._reader)
 
     def _commit(self) -> Managed:
         windows = {
@@ -205,9 +207,6 @@ class Loader:
         stored_as = {id(self._homes[name]): match.stored.name for name, match in self._matches.items()}
         files = Files(self._folder)
         return Managed(self._model, self._plan, self._units, self._transfers, windows, files, stored_as=stored_as)
-
-
-_CONVERTED_AT_ONCE = 16 * MIB
 
 
 def _plain(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -224,5 +223,5 @@ def _fingerprint(matches: Mapping[str, Match]) -> str:
     digest = hashlib.sha256()
     for name, match in matches.items():
         stored = match.stored
-        digest.update(f"{name} {match.spec} {stored.file} {stored.offset}\n".encode())
+        digest.update(f"{name} {match.spec} {stored.files} {stored.spans}\n".encode())
     return digest.hexdigest()[:16]

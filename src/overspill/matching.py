@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from overspill.checkpoint.index import CheckpointIndex, StoredTensor
+from overspill.checkpoint.conversion import Stored
 from overspill.errors import CheckpointMismatchError
 from overspill.tensors import TensorGroup, TensorSpec
 
@@ -17,16 +18,26 @@ class Match:
     """A tensor of the model, where its values are stored, and what it is to be in memory."""
 
     group: TensorGroup
-    stored: StoredTensor
+    stored: Stored
     spec: TensorSpec
 
     @property
     def is_cast(self) -> bool:
         return self.stored.spec.dtype != self.spec.dtype
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether its bytes lie in no file as they are to be in memory."""
+        return self.is_cast or self.stored.spans is None
+
 
 def match(
-    groups: Mapping[str, TensorGroup], index: CheckpointIndex, *, dtype: torch.dtype | None, strict: bool
+    groups: Mapping[str, TensorGroup],
+    stored: Mapping[str, Stored],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    strict: bool,
 ) -> dict[str, Match]:
     """The stored tensor of each parameter and persistent buffer, by the model's name for it.
 
@@ -37,20 +48,20 @@ def match(
     matches: dict[str, Match] = {}
     missing, problems = [], []
     for name, group in groups.items():
-        stored = next((index[key] for key in group.names if key in index), None)
-        if stored is not None and group.persistent:
-            problems += _misfit(group, stored)
-            matches[name] = Match(group, stored, group.spec.cast(dtype))
+        found = next((stored[key] for key in group.names if key in stored), None)
+        if found is not None and group.persistent:
+            problems += _misfit(group, found)
+            matches[name] = Match(group, found, group.spec.cast(dtype))
         elif group.tensor.is_meta or (strict and group.persistent):
             missing.append(_missing(group))
     known = {key for group in groups.values() for key in group.names}
-    unexpected = [key for key in index if key not in known] if strict else []
+    unexpected = [key for key in stored if key not in known] if strict else []
     if missing or unexpected or problems:
-        raise CheckpointMismatchError(_message(index, missing, unexpected, problems))
+        raise CheckpointMismatchError(_message(folder, missing, unexpected, problems))
     return matches
 
 
-def _misfit(group: TensorGroup, stored: StoredTensor) -> list[str]:
+def _misfit(group: TensorGroup, stored: Stored) -> list[str]:
     ours, theirs = group.spec, stored.spec
     if ours.shape != theirs.shape:
         return [f"{stored.name}: {list(theirs.shape)} in the checkpoint, {list(ours.shape)} in the model"]
@@ -65,8 +76,7 @@ def _missing(group: TensorGroup) -> str:
     return f"{group.name} (a buffer that no checkpoint stores: build the skeleton with include_buffers=False)"
 
 
-def _message(index: CheckpointIndex, missing: list[str], unexpected: list[str], problems: list[str]) -> str:
-    folder = index.files[0].path.parent if index.files else "the checkpoint"
+def _message(folder: Path, missing: list[str], unexpected: list[str], problems: list[str]) -> str:
     lines = [f"the checkpoint in {folder} does not fit the model; nothing was loaded."]
     for title, keys in (
         ("missing from the checkpoint", missing),

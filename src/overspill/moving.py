@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from overspill.bundles import Bundle, BundleTensor
-from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.config import format_size
 from overspill.devices import ALONE_ON_ITS_PAGES, CPU, PinnedRanges, copy_bytes, files_in_memory, free_memory
 from overspill.errors import BudgetError, StateError
 from overspill.files import Files
-from overspill.homes import DiskTensor, DiskValues, FileSpan, HostTensor
+from overspill.homes import DiskTensor, DiskValues, HostTensor
 from overspill.managed import Managed
 from overspill.plan import Placement, Plan, Rates, Tier
 from overspill.rehoming import Origin, check_can_turn, let_go, plain_kind, turn_into_plain

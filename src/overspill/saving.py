@@ -1,5 +1,6 @@
 """Save what a model is, from wherever it lies, in bounded memory: every output is known before the first byte."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,19 +10,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.publishing import publish
 from overspill.checkpoint.reader import FileReader
+from overspill.checkpoint.rearranging import Rearrangement, as_they_are
 from overspill.checkpoint.safetensors_header import DTYPES
 from overspill.checkpoint.writer import FileLayout, SafetensorsWriter, by_alignment, lay_out
-from overspill.config import MIB, parse_size
+from overspill.config import MIB, format_size, parse_size
 from overspill.devices import CPU, buffer_of
 from overspill.errors import CheckpointError, SaveError
-from overspill.homes import DiskTensor, DiskValues, FileSpan
+from overspill.homes import DiskTensor, DiskValues
+from overspill.integrations.transformers import reverted
 from overspill.managed import managers_of
 from overspill.offloading import changing
 from overspill.progress import Progress
 from overspill.tensors import TensorGroup, TensorSpec, tensor_groups
+
+logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 16 * MIB
 
@@ -31,34 +36,79 @@ class Output:
     """One tensor of the checkpoint to be."""
 
     name: str
-    tensor: torch.Tensor
+    made_of: Rearrangement
+    tensors: Mapping[str, torch.Tensor]
+    """The model's, by its names."""
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec.of(self.tensor)
+        return self.made_of.spec
 
-    @property
-    def on_disk(self) -> DiskValues | None:
-        """Its values, if they are in files as they are to be written."""
-        if not isinstance(self.tensor, DiskTensor):
-            return None
-        values = self.tensor._overspill_values
-        return values if values.memory is None and values.spec.strides is None else None
+    def spans(self) -> list[tuple[FileReader, FileSpan]] | None:
+        """Where its bytes lie, if all of them are in files as they are to be written."""
+        spans: list[tuple[FileReader, FileSpan]] = []
+        size = self.spec.dtype.itemsize
+        for run in self.made_of.runs if self.made_of.runs is not None else [None]:
+            values = None if run is None else in_files(self.tensors[run.source])
+            if run is None or values is None or not isinstance(values.reader, FileReader):
+                return None
+            reader = values.reader
+            parts = values.spans_of(run.offset * size, (run.offset + run.numel) * size)
+            spans += [(reader, span) for span in parts]
+        return spans
 
     def values(self) -> torch.Tensor:
         """An ordinary tensor: the model's own where that will do."""
-        if isinstance(self.tensor, DiskTensor):
-            return self.tensor._overspill_values.read()
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.tensor.detach()
+        whole = self._whole()
+        if whole is not None:
+            return _ordinary(whole).reshape(self.spec.shape)
+        values = torch.empty(self.spec.shape, dtype=self.spec.dtype)
+        self.made_of.fill(values, self._elements)
+        return values
 
     def chunks(self) -> Iterator[memoryview]:
         """Its bytes in order, a few megabytes at a time."""
-        elements = self.values().resolve_conj().resolve_neg().contiguous().view(-1)  # what is negated only when read
+        whole = self._whole()
+        if whole is None:
+            for chunk in self.made_of.chunks(self._elements):
+                yield buffer_of(chunk)
+            return
+        elements = _flat(whole)
         step = max(1, _READ_AT_ONCE // elements.element_size())
         for start in range(0, elements.numel(), step):
             part = elements[start : start + step].to(CPU)
             yield buffer_of(part)
+
+    def _whole(self) -> torch.Tensor | None:
+        """The tensor of the model that it is as it stands."""
+        runs = self.made_of.runs
+        if runs is None or len(runs) != 1:
+            return None
+        tensor = self.tensors[runs[0].source]
+        return tensor if runs[0].numel == tensor.numel() else None
+
+    def _elements(self, source: str, start: int, stop: int) -> torch.Tensor:
+        values = in_files(self.tensors[source])
+        return _flat(self.tensors[source])[start:stop] if values is None else values.elements(start, stop)
+
+
+def in_files(tensor: torch.Tensor) -> DiskValues | None:
+    """The values of a tensor that are in files, in order."""
+    if not isinstance(tensor, DiskTensor):
+        return None
+    values = tensor._overspill_values
+    return values if values.memory is None and values.spec.strides is None else None
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DiskTensor):
+        return tensor._overspill_values.read()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return _ordinary(tensor).resolve_conj().resolve_neg().contiguous().view(-1)  # what is negated only when read
 
 
 class StateDict(Mapping[str, torch.Tensor]):
@@ -84,14 +134,22 @@ class StateDict(Mapping[str, torch.Tensor]):
         return {name: output.spec for name, output in self._outputs.items()}
 
 
-def outputs_of(model: nn.Module) -> list[Output]:
+def outputs_of(model: nn.Module, *, original_format: bool) -> list[Output]:
+    """The tensors of the model's checkpoint, in the form in which it was loaded, or in the model's own."""
+    tensors = _saved_tensors(model)
+    specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+    made_of = reverted(model, specs) if original_format else as_they_are(specs)
+    return [Output(name, rearrangement, tensors) for name, rearrangement in made_of.items()]
+
+
+def _saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, ties once, by the names of the checkpoint that they were loaded from."""
     stored = {}
     for manager in managers_of(model):
         if manager.model is model:
             stored = manager.stored_as
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    outputs = []
+    tensors = {}
     for group in tensor_groups(model).values():
         name = stored.get(id(group.tensor))
         if name not in group.names:  # a tensor put there since may have the id of one that is gone
@@ -100,8 +158,9 @@ def outputs_of(model: nn.Module) -> list[Output]:
             continue
         if group.tensor.is_meta:
             raise SaveError(f"{group.name} is on the meta device and has no values. Load the model before saving it")
-        outputs.append(Output(name, group.tensor))
-    return outputs
+        _refuse_unstorable(name, group.tensor)
+        tensors[name] = group.tensor
+    return tensors
 
 
 def _first_name(model: nn.Module, group: TensorGroup) -> str:
@@ -115,13 +174,14 @@ def save_model(
     folder: str | os.PathLike[str],
     *,
     max_shard_size: int | str,
+    original_format: bool,
     metadata: Mapping[str, str] | None,
     progress: bool,
 ) -> None:
     """Write the model's checkpoint to `folder`."""
     limit = parse_size(max_shard_size, what="max_shard_size")
     with changing(model, "save a model"):
-        outputs = {output.name: output for output in outputs_of(model)}
+        outputs = {output.name: output for output in outputs_of(model, original_format=original_format)}
         shards = _shards(list(outputs.values()), limit, {"format": "pt", **(metadata or {})})
         total = sum(layout.nbytes for layout in shards)
         _open_files_of(model)
@@ -140,22 +200,36 @@ class _Save:
 
     def fill(self, writer: SafetensorsWriter, name: str) -> None:
         output = self._outputs[name]
-        values = output.on_disk
-        if values is not None and isinstance(values.reader, FileReader) and len({s.file for s in values.spans}) == 1:
-            file = values.spans[0].file
-            writer.copy(name, values.reader.descriptor(file), [(span.offset, span.nbytes) for span in values.spans])
-            values.reader.descriptor(file)  # a change meanwhile is noticed too
-        else:
+        spans = output.spans()
+        if spans is None:
             writer.write(name, output.chunks())
+        else:
+            writer.copy(name, [(reader.descriptor(span.file), span.offset, span.nbytes) for reader, span in spans])
+            for reader, file in dict.fromkeys((reader, span.file) for reader, span in spans):
+                reader.descriptor(file)  # a change meanwhile is noticed too
         self._done += output.spec.nbytes
         self._bar.show(self._done)
 
     def follow(self, spots: Mapping[str, tuple[SourceFile, int]]) -> None:
         """Where the files of disk homes were replaced by the new ones, refer to those."""
+        parts: dict[int, list[tuple[int, FileSpan]]] = {}
+        homes: dict[int, DiskValues] = {}
         for name, (file, offset) in spots.items():
-            values = self._outputs[name].on_disk
-            if values is not None and any(not _is_there(span.file) for span in values.spans):
-                values.spans = (FileSpan(file, offset, values.spec.nbytes),)
+            output = self._outputs[name]
+            size = output.spec.dtype.itemsize
+            for run in output.made_of.runs or ():
+                values = in_files(output.tensors[run.source])
+                if values is not None:
+                    homes[id(values)] = values
+                    parts.setdefault(id(values), []).append(
+                        (run.offset * size, FileSpan(file, offset, run.numel * size))
+                    )
+                offset += run.numel * size
+        there = {file: _is_there(file) for values in homes.values() for file in {span.file for span in values.spans}}
+        for key, values in homes.items():
+            spans = _side_by_side(parts[key], values.spec.nbytes)
+            if spans is not None and not all(there[span.file] for span in values.spans):
+                values.spans = spans
 
 
 def _open_files_of(model: nn.Module) -> None:
@@ -171,6 +245,17 @@ def _open_files_of(model: nn.Module) -> None:
                     values.reader.descriptor(span.file)
 
 
+def _side_by_side(parts: list[tuple[int, FileSpan]], nbytes: int) -> tuple[FileSpan, ...] | None:
+    """The spans in the order of where they belong, if they are all of `nbytes` without gaps."""
+    reached, spans = 0, []
+    for start, span in sorted(parts, key=lambda part: part[0]):
+        if start != reached:
+            return None
+        reached += span.nbytes
+        spans.append(span)
+    return tuple(spans) if reached == nbytes else None
+
+
 def _is_there(file: SourceFile) -> bool:
     try:
         return SourceFile.at(file.path) == file
@@ -183,7 +268,13 @@ def _shards(outputs: Sequence[Output], limit: int, metadata: Mapping[str, str]) 
     parts: list[list[tuple[str, TensorSpec]]] = [[]]
     size = 0
     for output in outputs:
-        _refuse_unstorable(output)
+        if output.spec.nbytes > limit:
+            logger.warning(
+                "%s takes %s, more than max_shard_size (%s): it gets a file of its own",
+                output.name,
+                format_size(output.spec.nbytes),
+                format_size(limit),
+            )
         if parts[-1] and size + output.spec.nbytes > limit:
             parts.append([])
             size = 0
@@ -192,10 +283,10 @@ def _shards(outputs: Sequence[Output], limit: int, metadata: Mapping[str, str]) 
     return [lay_out(by_alignment(part), metadata) for part in parts]
 
 
-def _refuse_unstorable(output: Output) -> None:
-    kind = output.spec.dtype if output.tensor.layout is torch.strided else output.tensor.layout
-    if kind is not output.spec.dtype or kind not in DTYPES.values():
+def _refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
+    kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+    if kind is not tensor.dtype or kind not in DTYPES.values():
         raise SaveError(
-            f"{output.name} is {str(kind).removeprefix('torch.')}, which safetensors files cannot hold. "
+            f"{name} is {str(kind).removeprefix('torch.')}, which safetensors files cannot hold. "
             "Store it in another form, or keep it out of the model's state: register_buffer(persistent=False)"
         )

@@ -70,6 +70,19 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class FileSpan:
+    """Some bytes of a file. A tensor is one span, or several that are gathered in order."""
+
+    file: SourceFile
+    offset: int
+    nbytes: int
+
+    def part(self, start: int, stop: int) -> "FileSpan":
+        """The bytes of it from `start` to `stop`."""
+        return FileSpan(self.file, self.offset + start, stop - start)
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a checkpoint: `nbytes` bytes of `file` from `offset` on are its values, in row-major order."""
 
@@ -82,6 +95,14 @@ class StoredTensor:
     def nbytes(self) -> int:
         return self.spec.nbytes
 
+    @property
+    def spans(self) -> tuple[FileSpan, ...]:
+        return (FileSpan(self.file, self.offset, self.nbytes),) if self.nbytes else ()
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        return (self.file,)
+
 
 class CheckpointIndex(Mapping[str, StoredTensor]):
     """Every tensor of a checkpoint by name, and the files that hold them. Immutable."""
@@ -90,6 +111,11 @@ class CheckpointIndex(Mapping[str, StoredTensor]):
         self.path = path
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self.files: tuple[SourceFile, ...] = tuple(dict.fromkeys(tensor.file for tensor in self._tensors.values()))
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.files[0].path.parent if self.files else self.path
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

@@ -128,11 +128,14 @@ class SafetensorsWriter:
                 "bytes that it takes. Try again once nothing else changes the tensor"
             )
 
-    def copy(self, name: str, source: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write `name`, whose turn it must be, from (offset, bytes) of the open file `source`, inside the kernel."""
+    def copy(self, name: str, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Write `name`, whose turn it must be, from ranges of open files, inside the kernel.
+
+        A range is a descriptor, an offset and a number of bytes.
+        """
         due = next(self._due, None)
         assert due == name, f"it is the turn of {due}, not of {name}"
-        for offset, nbytes in ranges:
+        for source, offset, nbytes in ranges:
             end = offset + nbytes
             while offset < end:
                 moved = self._copy_some(source, offset, min(end - offset, _WRITTEN_AT_ONCE))

@@ -30,11 +30,11 @@ import torch
 from torch import nn
 
 from overspill.checkpoint import CheckpointIndex, SourceFile, open_checkpoint
+from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.reader import FileReader
 from overspill.config import MIB
 from overspill.devices import CPU, buffer_of, compute_device
 from overspill.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, StateError
-from overspill.homes import FileSpan
 from overspill.tensors import Place, TensorGroup, TensorSpec, tensor_groups
 
 SUPPORTED = {"accelerate": "1.10 to 1.15", "transformers": "5.17 to 5.22"}

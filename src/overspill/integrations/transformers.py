@@ -1,0 +1,143 @@
+"""How Transformers' models are stored, which is not always how they are built. The only file that knows its internals.
+
+Transformers 5.17 to 5.22 were tried. It fuses experts, splits projections and renames when it loads a checkpoint, and
+undoes that when it saves one. Its own conversions are run here, on tensors that remember where elements come from.
+"""
+
+import copy
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.checkpoint.conversion import ConvertedTensor, Stored
+from overspill.checkpoint.index import CheckpointIndex
+from overspill.checkpoint.rearranging import NotARearrangementError, Rearrangement, Traced, as_they_are
+from overspill.errors import ConversionError
+from overspill.tensors import TensorSpec
+
+_CONVERSIONS = "_weight_conversions"
+"""The attribute in which Transformers keeps what it did when it loaded, to undo it when it saves."""
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether it is one of Transformers' models, without importing that."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A checkpoint's tensors by the model's names, each as the model has it."""
+
+    tensors: Mapping[str, Stored]
+    used: tuple[Any, ...] | None = None
+
+    def remember(self, model: nn.Module) -> None:
+        """Note on the model what was done, where Transformers' own save and ours look for it."""
+        if self.used is not None:
+            setattr(model, _CONVERSIONS, list(self.used))
+
+
+def converted(model: nn.Module, index: CheckpointIndex) -> Conversion:
+    """The tensors of `index` as `model` has them. Reads nothing."""
+    if not is_transformers_model(model):
+        return Conversion(index)
+    with _internals():
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        transforms = get_model_conversion_mapping(model)
+        tensors = dict(_converted(model, index, transforms))
+    ignored = _ignored(model)
+    known = model.state_dict().keys()
+    wanted = {name: stored for name, stored in tensors.items() if name in known or not ignored.search(name)}
+    return Conversion(wanted, tuple(transform for transform in transforms if transform.was_used()))
+
+
+def _converted(model: nn.Module, index: CheckpointIndex, transforms: list[Any]) -> Iterator[tuple[str, Stored]]:
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    groups: dict[str, Any] = {}
+    for key in sorted(index, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:  # it is stored as the model has it
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        if name not in state:
+            yield key, index[key]
+        elif pattern is None:
+            yield name, index[key]
+        else:
+            group = groups.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+            group.add_tensor(name, key, pattern, Traced.source(key, index[key].spec))
+    for name, group in groups.items():
+        with _conversion(name, group):
+            made = group.convert(name, model=model, config=model.config)
+        for target, traced in made.items():
+            yield target, ConvertedTensor(target, _made_of(traced), index)
+
+
+def _made_of(traced: Any) -> Rearrangement:
+    rearrangement: Rearrangement = (traced[0] if isinstance(traced, list) else traced).rearrangement()
+    return rearrangement
+
+
+def _ignored(model: nn.Module) -> re.Pattern[str]:
+    """Keys that old checkpoints have, and that Transformers drops without a word."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
+
+
+def reverted(model: nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, Rearrangement]:
+    """What the checkpoint of `model` holds, by the checkpoint's names: each tensor, made of the model's."""
+    if not is_transformers_model(model) or getattr(model, "_hf_peft_config_loaded", False):
+        return as_they_are(specs)
+    state = {name: Traced.source(name, spec) for name, spec in specs.items()}
+    with _internals():
+        from transformers.core_model_loading import revert_weight_conversion
+
+        with _conversion("the model", getattr(model, _CONVERSIONS, None)):
+            state = revert_weight_conversion(model, state)
+    return {name: _made_of(traced) for name, traced in state.items()}
+
+
+@contextmanager
+def _conversion(name: str, what: Any) -> Iterator[None]:
+    """Within, a conversion that cannot be followed is named."""
+    try:
+        with torch.no_grad():
+            yield
+    except NotARearrangementError as error:
+        raise ConversionError(
+            f"{name} is converted by {what}, which does more than to move values: {error}. Load the model with "
+            "Transformers, and save it with save_original_format=False"
+        ) from error
+    except (ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise ConversionError(
+            f"{name} cannot be converted by {what}: {error}. The checkpoint lacks tensors, or is another model's"
+        ) from error
+
+
+@contextmanager
+def _internals() -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ConversionError(
+            f"Transformers {version('transformers')} converts checkpoints in a way that is not known here ({error}). "
+            "Install a version from 5.17 to 5.22"
+        ) from error
