@@ -17,6 +17,7 @@ PUBLIC_NAMES = [
     "adopt",
     "empty_weights",
     "errors",
+    "from_pretrained",
     "load",
     "offload",
     "plan",

@@ -1,7 +1,7 @@
 """overspill runs, trains and saves PyTorch models larger than the GPU they run on."""
 
 from overspill import errors
-from overspill.api import adopt, load, offload, plan, restore, save, state_dict
+from overspill.api import adopt, from_pretrained, load, offload, plan, restore, save, state_dict
 from overspill.offloading import Offloaded
 from overspill.plan import Plan
 from overspill.skeleton import empty_weights
@@ -15,6 +15,7 @@ __all__ = [
     "adopt",
     "empty_weights",
     "errors",
+    "from_pretrained",
     "load",
     "offload",
     "plan",

@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from overspill.checkpoint import open_checkpoint
+from overspill.checkpoint import CheckpointIndex, open_checkpoint
 from overspill.devices import compute_device
 from overspill.errors import PlanError, StateError
+from overspill.integrations.pretrained import skeleton_from_pretrained
 from overspill.integrations.transformers import converted
 from overspill.loading import Loader
 from overspill.managed import managed, managers_of
@@ -81,6 +82,29 @@ def load(
             nothing else is written there. Experts that the model has fused are read where they lie.
         progress: Show a bar with bytes and rate, on a terminal.
     """
+    return _load(
+        model,
+        open_checkpoint(checkpoint),
+        plan,
+        max_memory=max_memory,
+        dtype=dtype,
+        strict=strict,
+        offload_folder=offload_folder,
+        progress=progress,
+    )
+
+
+def _load(
+    model: nn.Module,
+    index: CheckpointIndex,
+    plan: Plan | None,
+    *,
+    max_memory: Mapping[int | str, int | str] | None,
+    dtype: torch.dtype | None,
+    strict: bool,
+    offload_folder: str | os.PathLike[str] | None,
+    progress: bool,
+) -> nn.Module:
     if managed(model) is not None:
         raise StateError("this model is already managed by overspill. Build a new one to load another checkpoint")
     if plan is not None and max_memory is not None:
@@ -89,7 +113,6 @@ def load(
         raise PlanError(f"the plan was made for dtype={plan.dtype}, not {dtype}. Pass the same dtype to plan and load")
     dtype = dtype if plan is None else plan.dtype
     groups = tensor_groups(model)
-    index = open_checkpoint(checkpoint)
     conversion = converted(model, index)
     matches = match(groups, conversion.tensors, index.folder, dtype=dtype, strict=strict)
     if plan is None:
@@ -100,6 +123,49 @@ def load(
     Loader(model, plan, groups, matches, folder=offload_folder, progress=progress).run()
     conversion.remember(model)
     return model
+
+
+def from_pretrained(
+    model_class: Any,
+    path: str | os.PathLike[str],
+    *,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    window: int | str | None = None,
+    headroom: int | str | None = None,
+    device: torch.device | str | int | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> Any:
+    """A model of Transformers from its checkpoint: skeleton, plan and load in one. Returns the model, to evaluate.
+
+    Its config, conversions, generation config, ties and the tensors that it keeps in float32 are Transformers' own.
+
+    Args:
+        model_class: `AutoModelForCausalLM` or another of Transformers' classes.
+        path: A folder with config.json and the weights, or the name of a model on the hub.
+        max_memory: As in `overspill.plan`: `{0: "10GiB", "cpu": "30GiB"}`. None: what is free.
+        dtype: Of floating-point weights. None: what the config says, else what is stored.
+        window: As in `overspill.plan`.
+        headroom: As in `overspill.plan`.
+        device: Where to compute. None: the first accelerator, else the CPU.
+        offload_folder: As in `overspill.load`.
+        progress: Show a bar with bytes and rate, on a terminal.
+        options: Passed on: `attn_implementation`, `revision`, `trust_remote_code`, what the config is to have instead …
+    """
+    model, index = skeleton_from_pretrained(model_class, path, dtype, options)
+    plan = make_plan(model, max_memory, window=window, headroom=headroom, device=device)
+    return _load(
+        model,
+        index,
+        plan,
+        max_memory=None,
+        dtype=None,
+        strict=True,
+        offload_folder=offload_folder,
+        progress=progress,
+    )
 
 
 def offload(

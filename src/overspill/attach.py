@@ -106,6 +106,10 @@ MANAGER: Final = "_overspill"
 _OURS: Final = frozenset({MANAGER, "__reduce_ex__"})
 
 
+class Added:
+    """Whatever else a managed model keeps among its attributes, and its copies do not."""
+
+
 class Interception:
     """One module's calls, led through scopes. `refresh` keeps it in place when the module is compiled later."""
 
@@ -210,7 +214,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
     reduced = type(module).__reduce_ex__(module, protocol)
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced  # a class that does it in its own way
-    state = {name: value for name, value in reduced[2].items() if name not in _OURS}
+    state = {name: value for name, value in reduced[2].items() if name not in _OURS and not isinstance(value, Added)}
     hooks = state.get("_forward_pre_hooks", {})
     state["_forward_pre_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if hook is not _empty_hook)
     return (*reduced[:2], state, *reduced[3:])

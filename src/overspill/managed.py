@@ -3,14 +3,15 @@
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from overspill.attach import MANAGER, AlignScope, Interception, ModelScope, Scope, UnitScope
+from overspill.attach import MANAGER, Added, AlignScope, Interception, ModelScope, Scope, UnitScope
 from overspill.files import Files
 from overspill.gate import gate_of
 from overspill.homes import DiskTensor, HostTensor
@@ -20,6 +21,28 @@ from overspill.residency import Residency, Root
 from overspill.slab import Window
 from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method that a managed model does in another way than its class."""
+
+    applies: Callable[[nn.Module], bool]
+    function: Callable[..., Any]
+
+
+METHODS: Final[dict[str, Method]] = {}
+"""By name; whoever knows such classes fills this in."""
+
+
+class _BoundMethod(Added):
+    """A method in a model's own attributes, which must not hold the model alive."""
+
+    def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
+        self._model, self._function = weakref.ref(model), function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._model(), *args, **kwargs)
 
 
 class Managed:
@@ -65,6 +88,10 @@ class Managed:
             scopes.setdefault(model, []).insert(0, around)
         self._interceptions = [Interception(module, self.gate, makers) for module, makers in scopes.items()]
         model.__dict__[MANAGER] = self
+        if self._interceptions:
+            for name, method in METHODS.items():
+                if method.applies(model):
+                    model.__dict__[name] = _BoundMethod(model, method.function)
         for unit in units.values():
             for home in unit.store.homes:
                 _managed_by[home] = weakref.ref(self)
@@ -92,6 +119,9 @@ class Managed:
             for home in unit.store.homes:
                 _managed_by.pop(home, None)
         self.model.__dict__.pop(MANAGER, None)
+        for name in METHODS:
+            if isinstance(self.model.__dict__.get(name), _BoundMethod):
+                del self.model.__dict__[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is an ordinary model with the same values."""

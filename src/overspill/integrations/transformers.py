@@ -20,7 +20,7 @@ from overspill.checkpoint.conversion import ConvertedTensor, Stored
 from overspill.checkpoint.index import CheckpointIndex
 from overspill.checkpoint.rearranging import NotARearrangementError, Rearrangement, Traced, as_they_are
 from overspill.errors import ConversionError
-from overspill.tensors import TensorSpec
+from overspill.tensors import TensorSpec, tensor_groups
 
 _CONVERSIONS = "_weight_conversions"
 """The attribute in which Transformers keeps what it did when it loaded, to undo it when it saves."""
@@ -30,6 +30,21 @@ def is_transformers_model(model: nn.Module) -> bool:
     """Whether it is one of Transformers' models, without importing that."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def keep_islands(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give what a model keeps in float32 that dtype: a skeleton is built in one dtype throughout."""
+    with _internals():
+        from transformers.core_model_loading import build_glob_alternation
+
+        plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)  # type: ignore[operator]  # a Transformers model
+        if not plan:
+            return
+        anywhere, patterns, _ = build_glob_alternation(list(plan))
+    for group in tensor_groups(model).values():
+        found = next((match for match in map(anywhere.search, group.names) if match), None)
+        if found is not None and group.tensor.is_floating_point():
+            group.tensor.data = group.tensor.data.to(plan[patterns[found.lastgroup]])
 
 
 @dataclass(frozen=True)
