@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from overspill.checkpoint.pagecache import start_writing
 from overspill.checkpoint.reader import DIRECT_ALIGNMENT
 from overspill.checkpoint.safetensors_header import DTYPES, MAX_HEADER
 from overspill.config import MIB, align
@@ -19,6 +20,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH_FIELD = 8
 _NO_RANGE_COPIES = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
+_BEHIND = 64 * MIB
 _WRITTEN_AT_ONCE = 16 * MIB  # a single write of gigabytes could not be interrupted
 
 
@@ -102,6 +104,7 @@ class SafetensorsWriter:
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._path, self._layout = path, layout
         self._due = iter(layout.specs)
+        self._behind = 0  # bytes that the disk has not been told to write
         self._copies_ranges = hasattr(os, "copy_file_range")
         self._file = private_file(path)
         try:
@@ -120,6 +123,7 @@ class SafetensorsWriter:
             if written > promised:
                 break
             write_all(self._file, chunk)
+            self._wrote(chunk.nbytes)
             del chunk  # or it would live on while the next one is made
         if written != promised:
             relation = "more than" if written > promised else f"{written} of"
@@ -142,6 +146,14 @@ class SafetensorsWriter:
                 if moved == 0:
                     raise CheckpointError(f"the file that {name} is read from ends at {offset}: it was cut short")
                 offset += moved
+                self._wrote(moved)
+
+    def _wrote(self, nbytes: int) -> None:
+        """Keep the disk busy while the next bytes are made."""
+        self._behind += nbytes
+        if self._behind >= _BEHIND:
+            start_writing(self._file.fileno(), self._file.tell() - self._behind, self._behind)
+            self._behind = 0
 
     def _copy_some(self, source: int, offset: int, nbytes: int) -> int:
         if self._copies_ranges:
@@ -150,7 +162,8 @@ class SafetensorsWriter:
             except OSError as error:
                 if error.errno not in _NO_RANGE_COPIES:
                     raise
-                self._copies_ranges = False  # not between these file systems
+                self._behind = 0  # bytes that the disk has not been told to write
+        self._copies_ranges = False  # not between these file systems
         data = os.pread(source, nbytes, offset)
         write_all(self._file, memoryview(data))
         return len(data)
