@@ -284,7 +284,7 @@ def test_an_adapter_is_saved_as_an_adapter(
     model.add_adapter(lora())
     if offloaded_with_it:
         overspill.restore(model)
-        overspill.offload(model, to="disk", min_bytes=0)
+        overspill.offload(model, to="disk", min_bytes=0, device=device)
         assert any(isinstance(p, DiskTensor) for name, p in model.named_parameters() if "lora" in name)
     model.save_pretrained(tmp_path / "adapter")
     assert not list((tmp_path / "adapter").glob("model*"))
