@@ -45,10 +45,11 @@ def make_plan(
     dtype: torch.dtype | None = None,
     window: int | str | None = None,
     headroom: int | str | None = None,
+    cache: int = 0,
     device: torch.device | str | int | None = None,
 ) -> Plan:
-    """Plan `model` within `max_memory`: see `overspill.plan`."""
-    budget = read_budget(max_memory, headroom=headroom, device=device)
+    """Plan `model` within `max_memory`: see `overspill.plan`. `cache` is kept free beside the headroom."""
+    budget = read_budget(max_memory, headroom=headroom, cache=cache, device=device)
     cut_within = cutter(model, no_split_modules=no_split_modules, dtype=dtype)
     size = None if window is None else parse_size(window, what="window") // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
     plan = plan_within(budget, cut_within, window=size, rates=Rates.assumed(budget.device), dtype=dtype)
@@ -91,35 +92,39 @@ def read_budget(
     max_memory: Mapping[int | str, int | str] | None = None,
     *,
     headroom: int | str | None = None,
+    cache: int = 0,
     device: torch.device | str | int | None = None,
 ) -> Budget:
     """`max_memory` as bytes a device. Hardware is asked only for what is left out: free memory, or the device."""
     kept = None if headroom is None else parse_size(headroom, what="headroom")
     if max_memory is None:
-        return _free_budget(devices.compute_device(device), kept, alone=device is not None)
+        return _free_budget(devices.compute_device(device), kept, cache, alone=device is not None)
     named = _named(max_memory)
     main = _main_device(named, device)
     _check_present(named, main, planned_for_elsewhere=device is not None and main not in devices.accelerators())
     others = sorted((d for d in named if d not in (main, devices.CPU)), key=lambda d: d.index)
     capacity = {d: named.get(d, 0) for d in dict.fromkeys([main, *others, devices.CPU])}
+    kept = (kept or 0) + cache
     if not kept:
         return Budget(device=main, capacity=capacity)
+    what = f"headroom={headroom!r}" if not cache else f"headroom of {format_size(kept)}, with that for the cache,"
     computing = [d for d in (main, *others) if capacity[d]]
     if not computing:
-        raise BudgetError(f"headroom={headroom!r} has no effect: max_memory gives {main} nothing. Leave it out")
+        raise BudgetError(f"{what} has no effect: max_memory gives {main} nothing. Leave it out")
     for d in computing:
         if capacity[d] <= kept:
-            raise BudgetError(f"headroom={headroom!r} leaves nothing of the {format_size(capacity[d])} for {d}")
+            raise BudgetError(f"{what} leaves nothing of the {format_size(capacity[d])} for {d}. Give it more")
         capacity[d] -= kept
     return Budget(device=main, capacity=capacity, headroom=dict.fromkeys(computing, kept))
 
 
-def _free_budget(main: torch.device, kept: int | None, *, alone: bool) -> Budget:
+def _free_budget(main: torch.device, kept: int | None, cache: int, *, alone: bool) -> Budget:
     others = [] if alone or main.type == "cpu" else [d for d in devices.accelerators() if d != main]
     capacity, headroom = {}, {}
     for d in dict.fromkeys([main, *others, devices.CPU]):
         computes = d == main or d in others
         headroom[d] = kept if kept is not None and computes else max(GIB, devices.total_memory(d) // 10)
+        headroom[d] += cache if computes else 0
         capacity[d] = max(0, devices.free_memory(d) - headroom[d])
     if not capacity[main]:
         raise BudgetError(

@@ -19,7 +19,7 @@ from torch import nn
 from overspill.checkpoint.conversion import ConvertedTensor, Stored
 from overspill.checkpoint.index import CheckpointIndex
 from overspill.checkpoint.rearranging import NotARearrangementError, Rearrangement, Traced, as_they_are
-from overspill.errors import ConversionError
+from overspill.errors import ConversionError, PlanError
 from overspill.tensors import TensorSpec, tensor_groups
 
 _CONVERSIONS = "_weight_conversions"
@@ -45,6 +45,44 @@ def keep_islands(model: nn.Module, dtype: torch.dtype) -> None:
         found = next((match for match in map(anywhere.search, group.names) if match), None)
         if found is not None and group.tensor.is_floating_point():
             group.tensor.data = group.tensor.data.to(plan[patterns[found.lastgroup]])
+
+
+def cache_bytes(model: nn.Module, context: int, batch: int, dtype: torch.dtype | None) -> int:
+    """What `batch` texts of `context` tokens leave in a model's cache: keys and values of each layer."""
+    if context < 1 or batch < 1:
+        raise PlanError(f"context={context} and batch={batch} must be at least 1")
+    if not is_transformers_model(model):
+        raise PlanError(
+            f"what {type(model).__name__} remembers of {context} tokens is not known here. Pass headroom instead"
+        )
+    of_transformers: Any = model
+    config = of_transformers.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    tokens = sum(_remembered(kind, config, context) for kind in kinds)
+    kept_in: torch.dtype = dtype or of_transformers.dtype
+    return tokens * batch * _width(config) * kept_in.itemsize
+
+
+def _remembered(kind: str, config: Any, context: int) -> int:
+    """The tokens that a layer keeps keys and values of."""
+    if "linear" in kind or "mamba" in kind or "conv" in kind:
+        return 0  # a state of fixed size
+    limit = None
+    if kind == "sliding_attention":
+        limit = getattr(config, "sliding_window", None)
+    elif kind == "chunked_attention":
+        limit = getattr(config, "attention_chunk_size", None)
+    return context if limit is None else min(context, limit)
+
+
+def _width(config: Any) -> int:
+    """The elements of one token's keys and values in one layer, or more: some versions keep less of compressed ones."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * key_heads * head)
 
 
 @dataclass(frozen=True)
