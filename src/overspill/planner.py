@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place
+from overspill.tensors import tensor_groups
 from overspill.units import Cut, Unit, cutter, root_needs
 from overspill.windows import USUAL_DEPTH, ample_window, in_a_row, least_window, neediest, usual_window
 
@@ -53,7 +55,22 @@ def make_plan(
     cut_within = cutter(model, no_split_modules=no_split_modules, dtype=dtype)
     size = None if window is None else parse_size(window, what="window") // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
     plan = plan_within(budget, cut_within, window=size, rates=Rates.assumed(budget.device), dtype=dtype)
+    _refuse_wrappers(model, plan)
     return replace(plan, rates=Rates.of(budget.device)) if plan.streamed_bytes else plan
+
+
+def _refuse_wrappers(model: nn.Module, plan: Plan) -> None:
+    """Quantized weights are often tensors around tensors, whose bytes are not where a tensor's bytes are."""
+    groups = tensor_groups(model)
+    for placement in plan.placements:
+        if placement.tier is Tier.DEVICE:
+            continue
+        for name in placement.unit.tensors:
+            if is_traceable_wrapper_subclass(groups[name].tensor):
+                raise PlanError(
+                    f"{name} is a {type(groups[name].tensor).__name__}, a tensor around others, which can only be "
+                    "resident. Give the compute device more memory, or quantize into plain tensors"
+                )
 
 
 def plan_within(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.publishing import publish
@@ -284,6 +285,11 @@ def _shards(outputs: Sequence[Output], limit: int, metadata: Mapping[str, str]) 
 
 
 def _refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor):
+        raise SaveError(
+            f"{name} is a {type(tensor).__name__}, a tensor around others, and only its own library knows how to store "
+            "it. Save the model with that, before it is offloaded"
+        )
     kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
     if kind is not tensor.dtype or kind not in DTYPES.values():
         raise SaveError(
