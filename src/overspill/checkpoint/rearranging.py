@@ -25,7 +25,7 @@ _LONG_RUN = MIB // 4
 """A tensor is gathered run by run where its runs are few, or as long as this on average: a read has its price."""
 
 _MOST_BOXES = 1 << 16
-_READ_AT_ONCE = 16 * MIB
+_READ_AT_ONCE = 8 * MIB  # the allocator keeps several blocks of this size
 
 Shape = tuple[int, ...]
 
@@ -121,10 +121,11 @@ class Rearrangement:
         found = [run for box, length in zip(self.boxes, lengths, strict=True) for run in _runs(box, length, self.spec)]
         return _joined(sorted(found, key=lambda run: run[0]), self.spec)
 
-    def rows(self, start: int, stop: int) -> "Rearrangement":
-        """A part of it along the first dimension."""
-        spec = TensorSpec((stop - start, *self.spec.shape[1:]), self.spec.dtype)
-        boxes = (box.clipped(0, start, stop) for box in self.boxes)
+    def part(self, dim: int, start: int, stop: int) -> "Rearrangement":
+        """A part of it along one dimension."""
+        shape = self.spec.shape
+        spec = TensorSpec((*shape[:dim], stop - start, *shape[dim + 1 :]), self.spec.dtype)
+        boxes = (box.clipped(dim, start, stop) for box in self.boxes)
         return Rearrangement(spec, tuple(box for box in boxes if box is not None))
 
     def fill(self, target: torch.Tensor, elements: Elements) -> None:
@@ -136,18 +137,28 @@ class Rearrangement:
             for box in boxes:
                 view = values.as_strided(box.shape, box.strides, values.storage_offset() + box.offset - low)
                 _region(target, box).copy_(view)
+            del values, view  # or they would live on while the next ones are read
 
     def chunks(self, elements: Elements) -> Iterator[torch.Tensor]:
         """All of it in order, flat, a few megabytes at a time."""
-        if self.spec.numel == 0:
-            return
-        shape = self.spec.shape or (1,)
-        step = max(1, _READ_AT_ONCE * shape[0] // self.spec.nbytes)
-        for start in range(0, shape[0], step):
-            part = self.rows(start, min(start + step, shape[0])) if self.spec.shape else self
+        for part in self._in_order():
             values = torch.empty(part.spec.shape, dtype=part.spec.dtype)
             part.fill(values, elements)
             yield values.view(-1)
+            del values
+
+    def _in_order(self, dim: int = 0) -> Iterator["Rearrangement"]:
+        """Parts that lie one after the other: some rows, or some rows of one row where that is large."""
+        nbytes = self.spec.nbytes
+        if nbytes == 0:
+            return
+        if nbytes <= _READ_AT_ONCE or dim == len(self.spec.shape):
+            yield self
+            return
+        size = self.spec.shape[dim]
+        step = max(1, _READ_AT_ONCE * size // nbytes)
+        for start in range(0, size, step):
+            yield from self.part(dim, start, min(start + step, size))._in_order(dim + 1)
 
     def _small_boxes(self) -> Iterator[Box]:
         most = _READ_AT_ONCE // self.spec.dtype.itemsize
