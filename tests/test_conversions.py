@@ -398,6 +398,56 @@ def test_the_models_own_form(case: Case, tmp_path: Path) -> None:
     assert_same(overspill.state_dict(again), read(tmp_path / "theirs"))
 
 
+@pytest.mark.parametrize("form", [MIXTRAL, NOMIC_BERT, ERNIE_VL], ids=str)
+def test_one_form_over_the_other_in_place(form: Form, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    case = case_of(form, tmp_path_factory)
+    state, output = case.expected(untouched)
+    source = shutil.copytree(case.shards, tmp_path / "source")
+    model = loaded(form, source, "disk")
+    for original in (False, True, True, False):
+        save(model, source, original_format=original, max_shard_size=case.tiny)
+        forget_open_files(model)
+        assert (read(source).keys() == state.keys()) == original
+        assert torch.equal(run(model, form), output)
+    model = loaded(form, source, "disk")
+    save(model, source, max_shard_size=case.tiny)
+    assert read(source).keys() != state.keys(), "it was loaded in its own form, and stays in it"
+
+
+@pytest.mark.parametrize("form", [MIXTRAL, NOMIC_BERT, ERNIE_VL, STEP_VISION], ids=str)
+@pytest.mark.parametrize("made", ["loaded by Transformers", "built"])
+def test_a_model_in_memory_that_was_offloaded(
+    form: Form, made: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    case = case_of(form, tmp_path_factory)
+    model = plainly_loaded(form, case.one) if made == "loaded by Transformers" else randomized(form.build())
+    model.save_pretrained(tmp_path / "theirs")
+    overspill.offload(model, to="disk", folder=tmp_path / "offload", min_bytes=0)
+    assert disk_homes(model)
+    save(model, tmp_path / "ours", max_shard_size=case.tiny)
+    assert_same(read(tmp_path / "ours"), read(tmp_path / "theirs"))
+    edited_in_place(model, form)
+    save(model, tmp_path / "ours")
+    overspill.restore(model)
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same(read(tmp_path / "ours"), read(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("form", [MIXTRAL, NOMIC_BERT, LLAMA_TIED], ids=str)
+def test_a_model_that_transformers_has_put_on_disk_and_we_adopt(
+    form: Form, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    case = case_of(form, tmp_path_factory)
+    state, output = case.expected(edited_in_place)
+    options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
+    model = form.model.from_pretrained(case.shards, **options).eval()
+    overspill.adopt(model)
+    edited_in_place(model, form)
+    save(model, tmp_path / "saved", max_shard_size=case.tiny)
+    assert_same(read(tmp_path / "saved"), state)
+    assert torch.equal(run(model, form), output)
+
+
 def test_a_state_dict_is_what_a_save_would_write(case: Case) -> None:
     state, _ = case.expected(untouched)
     model = loaded(case.form, case.one, PLACEMENTS[(FORMS.index(case.form) + 1) % 3])
