@@ -357,11 +357,12 @@ def test_what_blocks_share_is_read_once(make: Make) -> None:
     assert set(sources.read.values()) == {1}
 
 
-def test_rows_that_lie_behind_each_other_are_one_read() -> None:
-    """An inverse permutation has a block for every row: each would be a request of its own."""
+def test_rows_that_lie_behind_each_other_are_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block for every two rows, which lie too far apart to be read together: each would be requests of its own."""
+    monkeypatch.setattr(rearranging, "_READ_AT_ONCE", 30 * 4)
     sources = Sources([(40, 3)])
     (weight,) = sources.traced()
-    found = rearranged(weight.view(20, 2, 3).transpose(0, 1).reshape(40, 3))
+    found = rearranged(weight.view(2, 20, 3).transpose(0, 1).reshape(40, 3))
     reads = []
 
     def elements(source: str, start: int, stop: int) -> torch.Tensor:
@@ -369,7 +370,7 @@ def test_rows_that_lie_behind_each_other_are_one_read() -> None:
         return sources.elements(source, start, stop)
 
     found.fill(torch.empty(40, 3), elements)
-    assert reads == [(0, 120)]
+    assert reads == [(0, 30), (30, 60), (60, 90), (90, 120)]
 
 
 @pytest.mark.parametrize("make", [interleaved, lambda a: a.t(), lambda a: a.reshape(-1), lambda a: a.reshape(3, 40)])
