@@ -816,7 +816,10 @@ def test_experts_of_layers_that_the_model_does_not_have(mixtral: Case, tmp_path:
 # ---------------------------------------------------------------- float32 among bfloat16
 
 
-@pytest.mark.parametrize("source", ["of float32", "of bfloat16"])
+@pytest.mark.parametrize(
+    ("placement", "source"),
+    [("resident", "of float32"), ("disk", "of float32"), ("disk", "of bfloat16"), ("mixed", "of bfloat16")],
+)
 @pytest.mark.parametrize("form", [DEEPSEEK_V3, DEEPSEEK_V4, ERNIE_VL], ids=str)
 def test_what_is_always_float32_stays_so(
     form: Form, source: str, placement: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
