@@ -190,7 +190,7 @@ def forget_open_files(model: nn.Module) -> None:
 
 def reads_only_what_is_there(change: Change, form: Form) -> bool:
     """Else it still reads files that a save in place has replaced, which is why they are kept open."""
-    return change is not replaced and form is not STEP_VISION
+    return change is not replaced
 
 
 def files_read(home: DiskTensor) -> set[Path]:

@@ -218,14 +218,13 @@ class _Save:
         for name, (file, offset) in spots.items():
             output = self._outputs[name]
             size = output.spec.dtype.itemsize
-            for run in output.made_of.runs or ():
+            for position, run in output.made_of.stretches():
                 values = in_files(output.tensors[run.source])
                 if values is not None:
                     homes[id(values)] = values
                     parts.setdefault(id(values), []).append(
-                        (run.offset * size, FileSpan(file, offset, run.numel * size))
+                        (run.offset * size, FileSpan(file, offset + position * size, run.numel * size))
                     )
-                offset += run.numel * size
         there = {file: _is_there(file) for values in homes.values() for file in {span.file for span in values.spans}}
         for key, values in homes.items():
             spans = _side_by_side(parts[key], values.spec.nbytes)

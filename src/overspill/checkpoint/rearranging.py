@@ -121,6 +121,15 @@ class Rearrangement:
         found = [run for box, length in zip(self.boxes, lengths, strict=True) for run in _runs(box, length, self.spec)]
         return _joined(sorted(found, key=lambda run: run[0]), self.spec)
 
+    def stretches(self) -> Iterator[tuple[int, Run]]:
+        """Runs with their positions: all of them, or those of blocks that are one run, where there are too many."""
+        if self.runs is not None:
+            yield from zip(itertools.accumulate((run.numel for run in self.runs), initial=0), self.runs, strict=False)
+            return
+        for box in self.boxes:
+            if _run_length(box, self.spec.shape) == box.numel:
+                yield from _runs(box, box.numel, self.spec)
+
     def part(self, dim: int, start: int, stop: int) -> "Rearrangement":
         """A part of it along one dimension."""
         shape = self.spec.shape
