@@ -466,13 +466,18 @@ def test_a_tie_of_which_no_name_is_stored_is_missing(reference: Net, tmp_path: P
     assert_untouched(model)
 
 
-def test_not_strict_ignores_what_the_model_has_no_place_for(tier: str, reference: Net, tmp_path: Path) -> None:
+def test_not_strict_ignores_what_the_model_has_no_place_for_and_says_so(
+    tier: str, reference: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = {**state_of(reference), "extra": torch.zeros(3)}
     path = save_state(state, tmp_path / "model.safetensors")
     assert_same(load_on(tier, skeleton(Net), path, strict=False), reference, IDS)
+    assert "1 tensors are not in the model, and ignored: extra" in caplog.text
 
 
-def test_not_strict_keeps_the_values_of_what_is_not_stored(tier: str, reference: Net, tmp_path: Path) -> None:
+def test_not_strict_keeps_the_values_of_what_is_not_stored_and_says_so(
+    tier: str, reference: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, absent = aligned(Net()).eval(), ("blocks.0.up.weight", "blocks.1.down.weight", "blocks.2.shift", "norm.bias")
     state, own = state_of(reference), state_of(model)
     for name in absent:
@@ -481,6 +486,7 @@ def test_not_strict_keeps_the_values_of_what_is_not_stored(tier: str, reference:
     with pytest.raises(CheckpointMismatchError, match="4 missing from the checkpoint"):
         load_on(tier, model, path)
     load_on(tier, model, path, strict=False)
+    assert "4 tensors are not in the checkpoint, and as the model has them: blocks.0.up.weight" in caplog.text
     reference.load_state_dict({**state, **{name: own[name] for name in absent}})
     assert_same(model, reference, IDS)
 

@@ -33,7 +33,7 @@ class Gate:
     def enter(self, ticket: Ticket) -> None:
         """A call begins. `leave` must follow, also if this fails."""
         with self._free:
-            if not self._is_inside(ticket.thread):
+            if not self.is_inside(ticket.thread):
                 self._free.wait_for(lambda: not self._waiting, timeout=_COURTESY)
             self._free.wait_for(lambda: self._changing is None or self._changing.thread == ticket.thread)
             self._calls.add(ticket)
@@ -53,7 +53,7 @@ class Gate:
         """Within, no call is under way, and none begins. `what` is about to happen, for errors."""
         ticket = Ticket()
         with self._free:
-            if self._is_inside(ticket.thread):
+            if self.is_inside(ticket.thread):
                 raise StateError(f"cannot {what} while a forward of it is running. Do that before or after the call")
             self._waiting.add(ticket)
             try:
@@ -68,7 +68,8 @@ class Gate:
                 self._changing = None
                 self._free.notify_all()
 
-    def _is_inside(self, thread: int) -> bool:
+    def is_inside(self, thread: int) -> bool:
+        """Whether a call of this thread is under way."""
         return any(ticket.thread == thread for ticket in self._calls)
 
 

@@ -1,5 +1,6 @@
 """Which stored tensor belongs to which tensor of the model; everything that does not fit, in one error."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 from overspill.checkpoint.conversion import Stored
 from overspill.errors import CheckpointMismatchError
 from overspill.tensors import TensorGroup, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 20  # keys of each kind in the error's text
 
@@ -55,10 +58,21 @@ def match(
         elif group.tensor.is_meta or (strict and group.persistent):
             missing.append(_missing(group))
     known = {key for group in groups.values() for key in group.names}
-    unexpected = [key for key in stored if key not in known] if strict else []
+    unexpected = [key for key in stored if key not in known]
+    if not strict:
+        _log_ignored("not in the model, and ignored", unexpected)
+        kept = [name for name, group in groups.items() if group.persistent and name not in matches]
+        _log_ignored("not in the checkpoint, and as the model has them", [name for name in kept if name not in missing])
+        unexpected = []
     if missing or unexpected or problems:
         raise CheckpointMismatchError(_message(folder, missing, unexpected, problems))
     return matches
+
+
+def _log_ignored(what: str, keys: list[str]) -> None:
+    if keys:
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        logger.warning("%d tensors are %s: %s%s", len(keys), what, ", ".join(keys[:_SHOWN]), more)
 
 
 def _misfit(group: TensorGroup, stored: Stored) -> list[str]:

@@ -137,7 +137,7 @@ class UserCpuOffloadHook:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         inner: Callable[..., Any] = self._inner if self._inner is not None else self.model._call_impl
         gate, ticket = gate_of(self.model), Ticket()
-        if self._removed or gate._is_inside(ticket.thread):  # also where the model calls itself
+        if self._removed or gate.is_inside(ticket.thread):  # also where the model calls itself
             return inner(*args, **kwargs)
         try:
             while True:
