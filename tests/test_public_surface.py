@@ -20,6 +20,8 @@ PUBLIC_NAMES = [
     "from_pretrained",
     "load",
     "offload",
+    "offload_activations",
+    "offload_training",
     "plan",
     "restore",
     "save",

@@ -1,7 +1,18 @@
 """overspill runs, trains and saves PyTorch models larger than the GPU they run on."""
 
 from overspill import errors
-from overspill.api import adopt, from_pretrained, load, offload, plan, restore, save, state_dict
+from overspill.api import (
+    adopt,
+    from_pretrained,
+    load,
+    offload,
+    offload_activations,
+    offload_training,
+    plan,
+    restore,
+    save,
+    state_dict,
+)
 from overspill.offloading import Offloaded
 from overspill.plan import Plan
 from overspill.skeleton import empty_weights
@@ -18,6 +29,8 @@ __all__ = [
     "from_pretrained",
     "load",
     "offload",
+    "offload_activations",
+    "offload_training",
     "plan",
     "restore",
     "save",

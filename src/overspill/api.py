@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from overspill.plan import Plan
 from overspill.planner import make_plan
 from overspill.saving import StateDict, outputs_of, save_model
 from overspill.tensors import tensor_groups
+from overspill.training.offload import activations_offloaded, offload_for_training
 
 
 def plan(
@@ -321,3 +323,60 @@ def state_dict(model: nn.Module, *, original_format: bool = True) -> StateDict:
     """What `save` would write, by name, each tensor read when it is asked for. For those who write other formats."""
     with changing(model, "read a model"):  # not in the middle of a forward, where modules show other tensors
         return StateDict(outputs_of(model, original_format=original_format))
+
+
+def offload_training(
+    model: nn.Module,
+    *,
+    layers: int | Collection[str] | None = None,
+    activations: bool | Literal["disk"] = True,
+    weights: bool | Literal["disk"] = False,
+    recompute: bool = False,
+    double_buffering: bool = True,
+    memory: int | str | None = None,
+) -> nn.Module:
+    """Let `model` train with less device memory, bit for bit as before. Then train as usual; `restore` ends it.
+
+    Parameters stay the objects that they are, so optimizers, schedulers and clipping go on working, also those that
+    were made before. Returns `model`.
+
+    Args:
+        model: Where it computes, and trained from there.
+        layers: How many of its blocks, from the first, up to all but the last; or a list of their dotted paths. None:
+            all but the last, or the best choice within `memory`.
+        activations: What a block saves for its backward leaves for pinned host memory as it is produced, and is back
+            when it is needed. "disk": for a file.
+        weights: A block's weights live in pinned host memory and come for its forward and its backward; their gradients
+            go there as they are produced. The optimizer runs on the CPU then. "disk": frozen weights live on disk.
+        recompute: Blocks save their inputs only, and are computed once more in backward.
+        double_buffering: Twice the memory for what is on its way, so that copies go on while blocks compute. Off, the
+            device waits for each copy where the link is the bottleneck.
+        memory: Device memory for a whole training step, "20GiB". The second step is measured; from the third on each
+            block keeps, offloads or recomputes, whatever is fastest within this, and the choice is printed.
+    """
+    offload_for_training(
+        model,
+        layers=layers,
+        activations=activations,
+        weights=weights,
+        recompute=recompute,
+        double_buffering=double_buffering,
+        memory=memory,
+    )
+    return model
+
+
+def offload_activations(
+    *, to: Literal["cpu", "disk"] = "cpu", min_bytes: int | str | None = None, double_buffering: bool = True
+) -> AbstractContextManager[None]:
+    """Within, tensors that autograd saves leave the device until backward needs them, whatever code runs.
+
+    `with overspill.offload_activations(): loss = model(x)`, then `loss.backward()` outside. Parameters, their views and
+    small tensors stay.
+
+    Args:
+        to: Pinned host memory, or a file.
+        min_bytes: Tensors smaller than this stay. 1 MiB if not given.
+        double_buffering: As in `offload_training`.
+    """
+    return activations_offloaded(to=to, min_bytes=min_bytes, double_buffering=double_buffering)

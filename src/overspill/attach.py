@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,16 @@ Call = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+class Scope(Protocol):
+    """What happens around one call of a module."""
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Before the call: its arguments, or others in their place. `leave` follows, also if this fails."""
+
+    def leave(self, output: Any) -> Any:
+        """After the call: its output, None if it failed, or another in its place."""
+
+
 class UnitScope:
     """What happens around one call of a unit's root."""
 
@@ -43,7 +53,7 @@ class UnitScope:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._residency.acquire(self._use)
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            parts = [(unit.store, unit.slab) for unit in self._use.units if unit.slab is not None]
+            parts = self._residency.loans(self._use)
             self._stack.enter_context(saving_weights_as_notes(parts))
         device = self._residency.device
         return (args, kwargs) if device == CPU else _moved((args, kwargs), device)
@@ -97,8 +107,6 @@ class ModelScope:
 def _moved(arguments: Arguments, device: torch.device, skip: Collection[str] = ()) -> Arguments:
     return cast(Arguments, to_device(arguments, device, skip))
 
-
-Scope = UnitScope | AlignScope | ModelScope
 
 MANAGER: Final = "_overspill"
 """The attribute that a managed model keeps its manager in."""
@@ -202,7 +210,24 @@ class Interception:
 
         if _dynamo_is_loaded():
             call = torch.compiler.disable(call, recursive=False)
+        call.__dict__[_INNER] = self._inner
         return call
+
+
+_INNER = "overspill_inner"  # of an intercepted call: what stood in its place before
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` or a part of it is compiled, in any of the ways people write it."""
+    if not _dynamo_is_loaded():
+        return False
+    wrapper = sys.modules["torch._dynamo"].OptimizedModule
+    return any(
+        isinstance(part, wrapper)
+        or hasattr(part.forward, "_torchdynamo_orig_callable")
+        or getattr(part._compiled_call_impl, _INNER, part._compiled_call_impl) is not None
+        for part in module.modules()
+    )
 
 
 def _dynamo_is_loaded() -> bool:

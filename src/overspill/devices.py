@@ -6,8 +6,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -316,6 +317,75 @@ def current_stream_waits(device: torch.device, event: torch.Event | None) -> Non
     """Let the device's current stream wait for `event`, without waiting here."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait here until `device` has done all its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin anew to look for the most that torch's allocator has given out."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that torch's allocator has given out since; 0 for the CPU, which has none that counts."""
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+class Moment:
+    """A moment in the work of a device: now on the CPU, else when the current stream gets here."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds = time.perf_counter()
+        self._event: torch.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.Event(device=device, enable_timing=True)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Of the device's time, once it has come past both."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class RandomState:
+    """The random numbers that the CPU and one device will draw next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+    def _draw_from_here(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._other is not None:
+            torch.get_device_module(self._device).set_rng_state(self._other, self._device)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within, the same numbers are drawn once more; behind it, those that would have come without it."""
+        now = RandomState(self._device)
+        self._draw_from_here()
+        try:
+            yield
+        finally:
+            now._draw_from_here()
+
+
+def running_backward() -> int | None:
+    """Which backward of autograd the calling thread works for, if it does."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have `call` called when the backward that this thread works for has ended, unless that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:

@@ -1,65 +1,190 @@
 """What autograd's graph keeps of a streamed unit: ways home for gradients and notes about weights, never a slab."""
 
+import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from overspill.slab import Slab
+from overspill.slab import Layout, Slab
 from overspill.store import Store
+from overspill.tensors import is_dense
+from overspill.transfer import Departure, HostLink
+
+# Gradients.
+#
+# Note: how a gradient gets home. Two nodes stand between a live weight and its home. The first runs where the weight
+# computed: it starts the copy to pinned memory and returns that memory at once. The second belongs to the CPU, so
+# autograd runs it in the thread that called backward, beside the one that feeds the device: there we wait for the copy.
+# Whatever comes behind it (accumulation, hooks, `torch.autograd.grad`) sees complete values, and all has arrived when
+# backward returns.
 
 
-class _Onload(torch.autograd.Function):
-    """Home to live, as autograd sees it: the same values, and a gradient that goes to where the home is."""
+class _Leave(torch.autograd.Function):
+    """Home to live, as autograd sees it: the same values, and a gradient that leaves for where the home is."""
 
     @staticmethod
-    def forward(ctx: Any, home: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():  # where it is, not where it acts as if it were
-            ctx.device = home.device
+    def forward(
+        ctx: Any, home: torch.Tensor, live: torch.Tensor, under_way: list[Departure], link: HostLink
+    ) -> torch.Tensor:
+        ctx.under_way, ctx.link = under_way, link
+        ctx.device = home.device
         return live
 
     @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if gradient.device == ctx.device or torch.is_grad_enabled() or gradient.layout is not torch.strided:
+            return gradient.to(ctx.device), None, None, None  # differentiable again, if need be
+        if not is_dense(gradient):
+            gradient = gradient.contiguous()
+        departure = ctx.link.send(gradient)
+        ctx.under_way.append(departure)
+        storage = departure.host.memory.untyped_storage()
+        arrived = view_over(storage, gradient.dtype, 0, gradient.shape, gradient.stride())
+        return arrived, None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """The home's side. What it gives is only the shape of the home: `_Leave` replaces it with the live weight."""
+
+    @staticmethod
+    def forward(ctx: Any, home: torch.Tensor, under_way: list[Departure]) -> torch.Tensor:
+        ctx.under_way = under_way
+        with torch._C.DisableTorchFunctionSubclass():  # where it is, not where it acts as if it were
+            return torch.empty((), dtype=home.dtype, device=home.device).expand(home.shape)
+
+    @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.to(ctx.device), None
+        while ctx.under_way:
+            ctx.under_way.pop().wait()
+        return gradient, None
 
 
-def onload(home: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+_thread = threading.local()
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Within, this thread computes a block once more, for what its operations save: no gradient will flow back."""
+    _thread.replays = getattr(_thread, "replays", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.replays -= 1
+
+
+def is_replaying() -> bool:
+    """Whether this thread computes a block once more."""
+    return getattr(_thread, "replays", 0) > 0
+
+
+def onload(home: torch.Tensor, live: torch.Tensor, link: HostLink) -> torch.Tensor:
     """`live`, such that its gradient arrives at `home`."""
-    return cast(torch.Tensor, _Onload.apply(home, live))  # type: ignore[no-untyped-call]
+    if is_replaying():
+        return live.requires_grad_()
+    under_way: list[Departure] = []
+    shape = _Arrive.apply(home, under_way)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, _Leave.apply(shape, live, under_way, link))  # type: ignore[no-untyped-call]
+
+
+# Versions.
+
+
+class Version:
+    """Whether a tensor was edited in place since, without holding its memory.
+
+    Any saved-tensors hook turns autograd's own check off. A tensor keeps its version when it is given other data, so
+    one that is detached and emptied goes on counting the edits of the first.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape = tensor.shape
+        self._counter: torch.Tensor | None = None
+        if not tensor.is_inference():  # those have no version, and cannot be edited
+            self._counter = tensor.detach()
+            self._counter.data = _nothing(tensor)
+            self._expected = tensor._version
+
+    def check(self) -> None:
+        """Raise as autograd does if the tensor was edited."""
+        if self._counter is not None and self._counter._version != self._expected:
+            refuse_edited(
+                f"a tensor of shape {list(self._shape)} is at version {self._counter._version}; "
+                f"expected version {self._expected} instead"
+            )
+
+
+_nothings: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _nothing(like: torch.Tensor) -> torch.Tensor:
+    key = like.dtype, like.device
+    if key not in _nothings:
+        with torch.inference_mode(False):
+            _nothings[key] = torch.empty(0, dtype=like.dtype, device=like.device)
+    return _nothings[key]
+
+
+def refuse_edited(what: str) -> NoReturn:
+    """Raise what autograd raises when a tensor that it needs was edited."""
+    raise RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}"
+    )
+
+
+# What is saved.
+
+
+class Lender(Protocol):
+    """Whoever brings a streamed unit's bytes back to the device for its backward."""
+
+    def lend(self) -> Slab:
+        """The unit's bytes, arrived as far as the current stream is concerned."""
 
 
 @dataclass(frozen=True)
 class _SavedWeight:
-    """A view of a weight that an operation saved: fetched again when backward asks for it."""
+    """A view of a weight that an operation saved: its unit comes back when backward asks for it."""
 
     store: Store
+    lender: Lender
     index: int
-    offset: int  # in elements, from the weight's start
-    size: torch.Size
+    dtype: torch.dtype
+    shape: torch.Size
+    offset: int  # in bytes, in the slab
     stride: tuple[int, ...]
-    device: torch.device
     version: int
 
     def values(self) -> torch.Tensor:
-        if self.store.version(self.index) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"an offloaded weight of shape {list(self.size)} was edited between forward and backward"
-            )
-        weight = self.store.layout.specs[self.index].empty(self.device)
-        with torch.no_grad():
-            self.store.refresh(self.index, weight)
-        return weight.as_strided(self.size, self.stride, self.offset)
+        with torch._C.DisableTorchFunctionSubclass():
+            version = self.store.version(self.index)
+        if version != self.version:
+            refuse_edited(f"an offloaded weight of shape {list(self.shape)} was edited between forward and backward")
+        storage = self.lender.lend().memory.untyped_storage()
+        return view_over(storage, self.dtype, self.offset, self.shape, self.stride)
 
 
-@dataclass(frozen=True)
-class _SavedTensor:
+class SavedTensor:
     """Any other saved tensor, with the version that autograd would have checked had no hook been there."""
 
-    tensor: torch.Tensor
-    version: int
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
+        self._tensor = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def values(self) -> torch.Tensor:
+        """The tensor, if it is what it was."""
+        if self._version is not None and self._tensor._version != self._version:
+            refuse_edited(
+                f"a tensor of shape {list(self._tensor.shape)} is at version {self._tensor._version}; "
+                f"expected version {self._version} instead"
+            )
+        return self._tensor
 
 
 @dataclass(frozen=True)
@@ -73,59 +198,61 @@ _Hook = Callable[[Any], Any]
 
 
 @contextmanager
-def saving_weights_as_notes(parts: Sequence[tuple[Store, Slab]]) -> Iterator[None]:
+def saving_weights_as_notes(parts: Sequence[tuple[Store, Slab, Lender]]) -> Iterator[None]:
     """Within, a saved tensor that lies in one of the slabs is kept as a note, so the slab can go.
 
     Only the innermost hooks are called, so everything else is passed on to the hooks around (activation checkpointing).
     """
-    slabs = {slab.memory.untyped_storage()._cdata: store for store, slab in parts}
+    slabs = {slab.memory.untyped_storage()._cdata: (store, lender) for store, slab, lender in parts}
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: torch.Tensor) -> Any:
-        store = slabs.get(_storage(tensor))
-        if store is not None:
-            return _note(tensor, store)
+        part = slabs.get(storage_key(tensor))
+        if part is not None:
+            return _note(tensor, *part)
         if outer is not None:
             return _SavedElsewhere(cast(_Hook, outer[0])(tensor))
-        # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
-        return _SavedTensor(tensor.detach(), tensor._version)
+        return SavedTensor(tensor)
 
     def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, _SavedWeight):
-            return saved.values()
         if isinstance(saved, _SavedElsewhere):
             assert outer is not None
             return cast(torch.Tensor, cast(_Hook, outer[1])(saved.packed))
-        assert isinstance(saved, _SavedTensor)
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {list(saved.tensor.shape)} is at version {saved.tensor._version}; "
-                f"expected version {saved.version} instead"
-            )
-        return saved.tensor
+        assert isinstance(saved, _SavedWeight | SavedTensor)
+        return saved.values()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def view_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Elements of `storage` from byte `start` on, as a tensor that autograd does not know for a view.
+
+    No strides: the elements lie in order.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        view = torch.empty(0, dtype=dtype, device=storage.device)
+        return view.set_(storage, start // dtype.itemsize, tuple(shape), tuple(stride))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What is equal for tensors that share their memory; 0 for those that have none of the usual sort."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
         return 0
 
 
-def _note(tensor: torch.Tensor, store: Store) -> _SavedWeight:
-    start = tensor.storage_offset() * tensor.element_size()
-    layout = store.layout
-    index = max(i for i, offset in enumerate(layout.offsets) if offset <= start)
-    return _SavedWeight(
-        store,
-        index,
-        (start - layout.offsets[index]) // tensor.element_size(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.device,
-        store.version(index),
-    )
+def _note(tensor: torch.Tensor, store: Store, lender: Lender) -> _SavedWeight:
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    index = _at(store.layout, start)
+    with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
+        version = store.version(index)
+    return _SavedWeight(store, lender, index, tensor.dtype, tensor.shape, start, tensor.stride(), version)
+
+
+def _at(layout: Layout, start: int) -> int:
+    """Which tensor of a slab lies at a byte of it."""
+    return bisect_right(layout.offsets, start) - 1

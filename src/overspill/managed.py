@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,19 @@ from overspill.residency import Residency, Root
 from overspill.slab import Window
 from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
+
+
+class Training(Protocol):
+    """What leads the calls of a model that is trained with less memory than it needs."""
+
+    def scopes(self, refresh: Callable[[], None]) -> Mapping[nn.Module, Callable[[], Scope]]:
+        """Around the calls of some modules, outside of whatever makes their units live.
+
+        `refresh` is to be called when a pass begins.
+        """
+
+    def end(self) -> None:
+        """The model is left to itself."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class Managed:
         files: Files,
         origins: Mapping[int, Origin] | None = None,
         stored_as: Mapping[int, str] | None = None,
+        training: Training | None = None,
     ) -> None:
         self.plan = plan
         self.units = dict(units)
@@ -71,21 +85,11 @@ class Managed:
         """By the id of a tensor that was there before: what it was then."""
         self.stored_as = dict(stored_as or {})
         """By the id of a tensor: the name that the checkpoint it was loaded from has for it."""
+        self.training = training
         self.gate = gate_of(model)
         self.residencies: list[Residency] = []
         self._model = weakref.ref(model)
-        scopes: dict[nn.Module, list[Callable[[], Scope]]] = {}
-        for device, roots in _roots(model, plan, units).items():
-            residency = Residency(roots, windows[device], transfers[device])
-            self.residencies.append(residency)
-            for root in roots:
-                scopes.setdefault(root.module, []).append(partial(UnitScope, root, residency))
-        if len(plan.devices) > 1:
-            for module, device in _aligned(model, plan):
-                scopes.setdefault(module, []).append(partial(AlignScope, device))
-        if scopes or units:  # around all others, also where the model is itself a unit
-            around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
-            scopes.setdefault(model, []).insert(0, around)
+        scopes = self._scopes(model)
         self._interceptions = [Interception(module, self.gate, makers) for module, makers in scopes.items()]
         model.__dict__[MANAGER] = self
         if self._interceptions:
@@ -96,6 +100,27 @@ class Managed:
             for home in unit.store.homes:
                 _managed_by[home] = weakref.ref(self)
         self.gate.on_idle = partial(_idle, weakref.ref(self))
+
+    def _scopes(self, model: nn.Module) -> dict[nn.Module, list[Callable[[], Scope]]]:
+        """What happens around the calls of each module, outermost first."""
+        plan = self.plan
+        scopes: dict[nn.Module, list[Callable[[], Scope]]] = {}
+        for device, roots in _roots(model, plan, self.units).items():
+            residency = Residency(roots, self.windows[device], self.transfers[device])
+            self.residencies.append(residency)
+            for root in roots:
+                scopes.setdefault(root.module, []).append(partial(UnitScope, root, residency))
+        if len(plan.devices) > 1:
+            for module, device in _aligned(model, plan):
+                scopes.setdefault(module, []).append(partial(AlignScope, device))
+        moves = bool(scopes or self.units)
+        if self.training is not None:
+            for module, make_scope in self.training.scopes(self.refresh).items():
+                scopes.setdefault(module, []).insert(0, make_scope)
+        if moves:  # around all others, also where the model is itself a unit
+            around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
+            scopes.setdefault(model, []).insert(0, around)
+        return scopes
 
     @property
     def model(self) -> nn.Module:
@@ -115,6 +140,8 @@ class Managed:
         for interception in self._interceptions:
             interception.remove()
         self.gate.on_idle = _nothing
+        if self.training is not None:
+            self.training.end()
         for unit in self.units.values():
             for home in unit.store.homes:
                 _managed_by.pop(home, None)

@@ -20,7 +20,7 @@ from overspill.devices import ALONE_ON_ITS_PAGES, CPU, PinnedRanges, copy_bytes,
 from overspill.errors import BudgetError, StateError
 from overspill.files import Files
 from overspill.homes import DiskTensor, DiskValues, HostTensor
-from overspill.managed import Managed
+from overspill.managed import Managed, Training
 from overspill.plan import Placement, Plan, Rates, Tier
 from overspill.rehoming import Origin, check_can_turn, let_go, plain_kind, turn_into_plain
 from overspill.slab import Layout, Window
@@ -275,7 +275,13 @@ class Mover:
 
     # The last step.
 
-    def commit(self, *, windows: Mapping[torch.device, int] | None = None, delete: bool = False) -> None:
+    def commit(
+        self,
+        *,
+        windows: Mapping[torch.device, int] | None = None,
+        delete: bool = False,
+        training: Training | None = None,
+    ) -> None:
         """Let the model be what was staged. `windows`: memory held for streaming; else it is taken for calls only."""
         staged = self._staged
         moved = {id(tensor) for placement, _ in staged.stores for tensor in self._tensors(placement.unit)}
@@ -308,8 +314,8 @@ class Mover:
         let_go()
         self._refresh()
         self._files.forget(_files_of(unit for _, unit in streamed), delete=delete)
-        if streamed:
-            self._manage(streamed, taken)
+        if streamed or training is not None:
+            self._manage(streamed, taken, training)
 
     def _commit_plain(self) -> None:
         for tensor, values in self._staged.plain:
@@ -355,13 +361,36 @@ class Mover:
         rest = Unit(name=unit.name, roots=unit.roots, tensors=tensors, nbytes=nbytes, compute=compute)
         return Placement(unit=rest, tier=placement.tier, device=placement.device)
 
-    def _manage(self, streamed: list[tuple[Placement, StreamedUnit]], windows: Mapping[torch.device, Window]) -> None:
+    def _manage(
+        self,
+        streamed: list[tuple[Placement, StreamedUnit]],
+        windows: Mapping[torch.device, Window],
+        training: Training | None,
+    ) -> None:
         streamed = _named_apart(streamed)
-        plan = describe(self.model, [placement for placement, _ in streamed], windows)
+        placements = [placement for placement, _ in streamed]
+        plan = describe(self.model, placements, windows) if placements else self._nothing_streamed()
         for placement, unit in streamed:
             unit.kept = placement.unit.name in plan.kept
         units = {placement.unit.name: unit for placement, unit in streamed}
-        Managed(self.model, plan, units, self._transfers, windows, self._files, self._origins, self._stored_as)
+        Managed(
+            self.model, plan, units, self._transfers, windows, self._files, self._origins, self._stored_as, training
+        )
+
+    def _nothing_streamed(self) -> Plan:
+        """The plan of a model that is left where it is."""
+        device = next((group.tensor.device for group in self.groups.values()), CPU)
+        return Plan(
+            placements=(),
+            stays=tuple(self.groups),
+            stays_nbytes=sum(group.spec.nbytes for group in self.groups.values()),
+            device=device,
+            windows={},
+            budgets={},
+            headroom={},
+            rates=Rates.assumed(device),
+            dtype=None,
+        )
 
 
 def _window_sizes(placements: Sequence[Placement], held: Mapping[torch.device, int]) -> dict[torch.device, int]:

@@ -4,10 +4,11 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from overspill.config import format_size
 from overspill.devices import CPU, compute_device
 from overspill.errors import PlanError, StateError
 from overspill.gate import Gate, gate_of
-from overspill.managed import managers_of
+from overspill.managed import Managed, Training, managers_of
 from overspill.moving import Mover, refuse, tier_of
 from overspill.plan import Placement, Plan, Tier
 from overspill.selecting import find_modules, holds
@@ -25,6 +26,16 @@ from overspill.units import cut_out, is_below, owner_path
 
 _verbs = threading.RLock()
 """One change at a time in this process. Taken behind the gates, so that nobody who holds it waits for a call."""
+
+
+class TrainingOffload(Training, Protocol):
+    """A training that streams weights."""
+
+    def moves(self, group: TensorGroup) -> bool:
+        """Whether a tensor of the modules that were named is to be streamed."""
+
+    def windows(self, placements: Sequence[Placement]) -> Mapping[torch.device, int]:
+        """Device memory to hold for streaming."""
 
 
 class NothingToOffloadError(StateError):
@@ -100,8 +111,9 @@ def offload_parts(
     folder: str | os.PathLike[str] | None,
     device: torch.device | str | int | None,
     min_bytes: int,
+    training: TrainingOffload | None = None,
 ) -> Offloaded:
-    """Offload `modules` of `model` to host memory or disk."""
+    """Offload `modules` of `model` to host memory or disk; for `training`, what that wants of them."""
     tier = _tier(to)
     if folder is not None and tier is not Tier.DISK:
         raise PlanError(f"folder={os.fspath(folder)!r} has no effect with to={to!r}. Leave it out, or offload to disk")
@@ -110,33 +122,64 @@ def offload_parts(
     paths = find_modules(model, modules)
     with changing(model, "offload a model"):
         model, paths = _within_manager(model, paths)
+        refuse_in_training(managers_of(model), "offloaded")
         inside = [manager for manager in managers_of(model) if manager.model in set(model.modules())]
         mover = Mover(model, inside)
         moving, stayed = _to_move(mover, paths, tier, min_bytes)
+        if training is not None:
+            stayed += [name for name in moving if not training.moves(mover.groups[name])]
+            moving = [name for name in moving if name not in stayed]
         placements = [
             Placement(unit=unit, tier=tier, device=_device(mover, unit.tensors, device))
             for unit in cut_out(model, paths, moving).units
         ]
-        _refuse_no_op(mover, placements)
+        if training is None:
+            _refuse_no_op(mover, placements)
         with _all_or_nothing(mover):
             mover.stage(placements, folder)
             where = _left_behind(mover, placements, paths, moving)
             mover.stage_plain(where, lambda name: (where[name], None))
             files = mover.written()
-            mover.commit()
+            if training is None:
+                mover.commit()
+            else:
+                mover.commit(windows=training.windows(placements), training=training)
         return _report(mover, placements, files, stayed)
 
 
 def offload_by_plan(model: nn.Module, plan: Plan, folder: str | os.PathLike[str] | None) -> Offloaded:
     """Rearrange all of `model`, which is in memory, as `plan` says."""
     with changing(model, "offload a model"):
-        if managers_of(model):
-            raise StateError("parts of this model are offloaded already. Restore them first: overspill.restore(model)")
+        refuse_managed(model)
         if plan.dtype is not None:
             raise PlanError(
                 f"the plan casts to {plan.dtype}, and a model in memory keeps its dtypes. Plan without dtype="
             )
         return arrange(Mover(model, []), plan, folder)
+
+
+def manage_training(model: nn.Module, training: Training) -> None:
+    """Have `training` lead the calls of a model that stays where it is."""
+    with changing(model, "offload a model"):
+        refuse_managed(model)
+        Mover(model, []).commit(training=training)
+
+
+def refuse_managed(model: nn.Module) -> None:
+    """Raise if anything of `model` is managed already."""
+    managers = managers_of(model)
+    refuse_in_training(managers, "offloaded")
+    if managers:
+        raise StateError("parts of this model are offloaded already. Restore them first: overspill.restore(model)")
+
+
+def refuse_in_training(managers: Collection[Managed], what: str) -> None:
+    """Raise if a model is set up for training: that ends as a whole."""
+    if any(manager.training is not None for manager in managers):
+        raise StateError(
+            f"this model is set up by offload_training, so parts of it cannot be {what} by themselves. "
+            "End that first: overspill.restore(model)"
+        )
 
 
 def arrange(mover: Mover, plan: Plan, folder: str | os.PathLike[str] | None) -> Offloaded:
@@ -183,6 +226,8 @@ def restore_parts(
     with changing(model, "restore a model"):
         parts = [model.get_submodule(path) for path in paths]
         managers = list(dict.fromkeys(manager for part in parts for manager in managers_of(part)))
+        if not all(any(part is manager.model for part in parts) for manager in managers):
+            refuse_in_training(managers, "restored")
         for path, part in zip(paths, parts, strict=True):
             # Of one that is managed, the user may have put other modules in the place of all that it streams.
             if adopt is None and not managers_of(part) and not _is_offloaded(part):

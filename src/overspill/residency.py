@@ -2,16 +2,19 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from overspill.devices import record_event
+from overspill.devices import at_end_of_backward, current_stream, record_event, running_backward
 from overspill.errors import CheckpointError
-from overspill.schedule import Schedule
+from overspill.schedule import Line, Schedule
 from overspill.slab import Slab, Window, extra_slab
+from overspill.store import Store
 from overspill.streamed import StreamedUnit
 from overspill.transfer import DEMANDED, PREFETCHED, Fetch, Transfer
 
@@ -36,6 +39,32 @@ class Use:
     running: bool = False
 
 
+class Phase(Enum):
+    """What a root's units are needed for. Passes with and without gradients have orders of their own."""
+
+    INFERENCE = "a forward without gradients"
+    FORWARD = "a forward with gradients"
+    BACKWARD = "a backward"
+
+
+class Step(NamedTuple):
+    """One need of a root's units."""
+
+    root: Root
+    phase: Phase
+
+
+class Loan:
+    """A unit's bytes, to be had again in the backward of one call of a root."""
+
+    def __init__(self, residency: "Residency", root: Root, unit: StreamedUnit) -> None:
+        self._residency, self._root, self._unit = residency, root, unit
+
+    def lend(self) -> Slab:
+        """The unit's bytes, arrived as far as the current stream is concerned."""
+        return self._residency.lend(self._root, self._unit)
+
+
 class Residency:
     """The streamed units of one compute device, their window, and the order in which they come."""
 
@@ -46,7 +75,10 @@ class Residency:
         self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
         self._by_worth = sorted(self._units, key=lambda unit: unit.kept)  # what streams through goes first
         self._kept = {unit for unit in self._units if unit.kept}
-        self._schedule = Schedule(roots)
+        self._schedule = Schedule(_guess(roots))
+        self._trained: Line[Step] | None = None  # of the thread that ran the last forward with gradients
+        self._backward: int | None = None  # the backward that was served last
+        self._pass = 0  # of training: a forward and its backward
         self._two_sources = len({unit.store.reads_disk for unit in self._units}) > 1
         self._changed = threading.Condition()
         self._draining: list[Fetch] = []
@@ -57,13 +89,20 @@ class Residency:
         """Let the root's modules show tensors on the compute device. `release` must follow, also if this fails."""
         root = use.root
         with self._changed:
-            self._schedule.note(root)
+            line = self._line()
+            if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
+                self._pass += 1  # an optimizer may have been there
+            with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            self._schedule.note(Step(root, Phase.FORWARD if with_grad else Phase.INFERENCE), line)
+            if with_grad:
+                self._trained = line
             for unit in root.units:
                 unit.users += 1
                 use.units.append(unit)
             for unit in root.units:
+                self._drop_outdated(unit, users=1)
                 self._ensure_fetched(unit)
-            self._prefetch()
+            self._prefetch(line)
         for unit in root.units:
             self._arrive(unit)
         with self._changed:
@@ -82,7 +121,7 @@ class Residency:
             end = record_event(self.device) if use.units else None
             while use.units:
                 self._end_use(use.units.pop(), end)
-            self._prefetch()
+            self._prefetch(self._line())
             self._changed.notify_all()
 
     def _end_use(self, unit: StreamedUnit, end: torch.Event | None) -> None:
@@ -94,9 +133,59 @@ class Residency:
             if unit.fetch is not None and (not unit.fetch.finished() or unit.fetch.error is not None):
                 self._drop(unit)
 
-    def _ensure_fetched(self, unit: StreamedUnit) -> None:
+    def loans(self, use: "Use") -> list[tuple[Store, Slab, Loan]]:
+        """What a call computes with, and how its backward gets that again."""
+        return [(unit.store, unit.slab, Loan(self, use.root, unit)) for unit in use.units if unit.slab is not None]
+
+    def lend(self, root: Root, unit: StreamedUnit) -> Slab:
+        """The bytes of a unit for the backward of a call. The slab lives as long as views of it do."""
+        with self._changed:
+            self._begin_backward()
+            line = self._line()
+            step = Step(root, Phase.BACKWARD)
+            now = None if self._backward is None else (self._backward, current_stream(self.device))
+            if line.last == step and unit.slab is not None and now is not None and unit.arrived_for == now:
+                return unit.slab
+            if line.last != step:
+                self._schedule.note(step, line)
+            unit.users += 1
+        try:
+            with self._changed:
+                self._ensure_fetched(unit, may_wait=False)  # a forward that is under way may be waiting for us
+                self._prefetch(line)
+            self._arrive(unit)
+            with self._changed:
+                unit.make_live()
+                unit.arrived_for = now
+                assert unit.slab is not None
+                return unit.slab
+        finally:
+            with self._changed:
+                unit.users -= 1
+                self._changed.notify_all()
+
+    def _begin_backward(self) -> None:
+        """Know which backward this is, and be told when it ends."""
+        backward = running_backward()
+        if backward is not None and backward != self._backward:
+            at_end_of_backward(self.end_backward)
+        self._backward = backward
+
+    def end_backward(self) -> None:
+        """A backward that needed units is over."""
+        self._backward = None
+        if self._running == 0:
+            self._rest()
+
+    def _line(self) -> Line[Step]:
+        """What this thread does is part of: in a backward, of the pass whose gradients it computes."""
+        if running_backward() is not None and self._trained is not None:
+            return self._trained
+        return self._schedule.line()
+
+    def _ensure_fetched(self, unit: StreamedUnit, *, may_wait: bool = True) -> None:
         while unit.slab is None:
-            slab = self._take(unit)
+            slab = self._take(unit, may_wait=may_wait)
             if unit.slab is None:  # taking a slab may wait, and another thread may have been faster
                 unit.start(slab, self.transfer, DEMANDED)
 
@@ -119,7 +208,12 @@ class Residency:
                     unit.start(unit.slab, self.transfer, DEMANDED)
 
     def idle(self) -> None:
-        """No call is under way. A window that is held for calls only is given back."""
+        """No call is under way."""
+        if running_backward() is None:  # else `end_backward` follows
+            self._rest()
+
+    def _rest(self) -> None:
+        """Give back a window that is held for calls only."""
         if self.window.held:
             return
         with self._changed:
@@ -141,11 +235,11 @@ class Residency:
 
     # Room in the window.
 
-    def _take(self, unit: StreamedUnit) -> Slab:
+    def _take(self, unit: StreamedUnit, *, may_wait: bool) -> Slab:
         """A slab for a unit that is needed now: waits for other calls to end, never for this one."""
         while True:
             slab = self._room(unit, keep=self._kept)
-            if slab is None and not self._wait_for_others():
+            if slab is None and not (may_wait and self._wait_for_others()):
                 slab = self._room(unit, keep=set()) or self._outside(unit)
             if slab is not None:
                 return slab
@@ -199,22 +293,35 @@ class Residency:
 
     # Ahead of need.
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, line: Line[Step]) -> None:
         """Fetch what comes next, nearest first, while there is room."""
-        keep: set[StreamedUnit] = set()
-        for unit in self._ahead():
+        keep = set(line.last.root.units) if line.last is not None else set()  # a backward's unit has no users
+        room = self.window.nbytes - sum(unit.nbytes for unit in keep)
+        for unit in self._ahead(line):
             if unit in keep:
                 continue
             keep.add(unit)
+            room -= unit.nbytes
+            if room < 0 and not self._two_sources:  # else a small one from the other source may follow
+                return
+            self._drop_outdated(unit)
             if unit.slab is None:
                 slab = self._room(unit, keep | self._kept)
                 if slab is None:
                     return
                 unit.start(slab, self.transfer, PREFETCHED)
 
-    def _ahead(self) -> Iterator[StreamedUnit]:
+    def _drop_outdated(self, unit: StreamedUnit, users: int = 0) -> None:
+        """Let go of a copy that was made before an optimizer's step, so that it is fetched anew in one piece."""
+        if unit.slab is None or unit.users != users or unit.checked_in == self._pass:
+            return
+        unit.checked_in = self._pass
+        if unit.is_outdated():
+            self._drop(unit)
+
+    def _ahead(self, line: Line[Step]) -> Iterator[StreamedUnit]:
         """The units of the coming steps. The next one from disk comes second, however far: the disk must not idle."""
-        coming = (unit for root in self._schedule.upcoming() for unit in root.units)
+        coming = (unit for step in self._schedule.upcoming(line) for unit in step.root.units)
         if not self._two_sources:
             yield from coming
             return
@@ -222,3 +329,16 @@ class Residency:
         yield from units[:1]
         yield from (unit for unit in units[1:] if unit.store.reads_disk and unit.slab is None)
         yield from units[1:]
+
+
+def _guess(roots: Sequence[Root]) -> Mapping[Step, Step]:
+    """Roots follow each other as they are defined; a backward goes the other way."""
+    after = {}
+    for here, following in zip(roots, [*roots[1:], *roots[:1]], strict=True):
+        after[Step(here, Phase.INFERENCE)] = Step(following, Phase.INFERENCE)
+        after[Step(here, Phase.FORWARD)] = Step(following, Phase.FORWARD)
+        after[Step(following, Phase.BACKWARD)] = Step(here, Phase.BACKWARD)
+    if roots:
+        after[Step(roots[-1], Phase.FORWARD)] = Step(roots[-1], Phase.BACKWARD)
+        after[Step(roots[0], Phase.BACKWARD)] = Step(roots[0], Phase.FORWARD)
+    return after

@@ -1,6 +1,7 @@
-"""One aligned byte buffer a unit, typed views into it, and the window that such buffers are taken from."""
+"""One aligned byte buffer a unit, typed views into it, and the memory that such buffers are taken from."""
 
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,8 +9,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from overspill.config import DEVICE_ALIGNMENT, align
-from overspill.devices import current_stream, keep_for, lease_range, new_arena, record_event
+from overspill.config import DEVICE_ALIGNMENT, MIB, align, format_size
+from overspill.devices import (
+    CPU,
+    HostPages,
+    current_stream,
+    free_memory,
+    host_bytes,
+    keep_for,
+    lease_range,
+    new_arena,
+    record_event,
+    touch,
+)
+from overspill.errors import BudgetError
 from overspill.tensors import TensorSpec
 
 
@@ -69,7 +82,7 @@ class _Arena:
         self._made_on: torch.Stream | None = None
         self.device = device
         self.memory = new_arena(nbytes, device)
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._made_on = current_stream(device)
         self._streams = set(streams)  # that use it
         self._gaps = [_Gap(0, nbytes)]
@@ -97,7 +110,7 @@ class _Arena:
         """Torch's allocator gives the memory to whoever comes next on the stream that it was made on: not too soon."""
         if self._made_on is None or sys.is_finalizing():
             return
-        if self.free_bytes() == self._nbytes:
+        if self.free_bytes() == self.nbytes:
             for event in (event for gap in self._gaps for event in gap.events):
                 self._made_on.wait_event(event)
         else:  # someone uses a slab of it for longer, nobody knows on which stream
@@ -175,3 +188,55 @@ def extra_slab(nbytes: int, device: torch.device, streams: Sequence[torch.Stream
     if now is not None:
         slab.overwrite_after.append(now)
     return slab
+
+
+class HostPool:
+    """Host memory for what leaves a device for a while, pinned for it, and used again and again.
+
+    A slab of it lives as a window's does: its range is free when the last tensor that views it is gone. So the pool
+    grows to the most that was ever away at once, and stays there.
+    """
+
+    _GROWTH = 128 * MIB  # at least: many small arenas would be cut into useless ends
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arenas: list[_Arena] = []
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """All that the pool has taken."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def free_bytes(self) -> int:
+        """Bytes in no slab now."""
+        with self._lock:
+            return sum(arena.free_bytes() for arena in self._arenas)
+
+    def take(self, nbytes: int) -> Slab:
+        """A slab of `nbytes`. Whoever fills it waits for its `overwrite_after`."""
+        nbytes = align(max(nbytes, 1), DEVICE_ALIGNMENT)
+        with self._lock:
+            for arena in self._arenas:
+                slab = arena.take(nbytes, to_stay=False)
+                if slab is not None:
+                    return slab
+            self._arenas.append(self._grown(nbytes))
+            slab = self._arenas[-1].take(nbytes, to_stay=False)
+            assert slab is not None
+            return slab
+
+    def _grown(self, nbytes: int) -> "_Arena":
+        free = free_memory(CPU)
+        if nbytes > free:
+            raise BudgetError(
+                f"what leaves {self._device} needs {format_size(nbytes)} more host memory, where {format_size(free)} "
+                f"are free and {format_size(self.nbytes)} are in use for this already. Offload fewer layers"
+            )
+        arena = _Arena(max(nbytes, self._GROWTH), CPU, [])
+        if self._device.type != "cpu":
+            assert isinstance(arena.memory, HostPages)
+            touch(host_bytes(arena.memory))
+            arena.memory.register(self._device)
+        return arena

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU
-from overspill.graph import onload
+from overspill.graph import onload, view_over
 from overspill.slab import Slab
 from overspill.store import Store
 from overspill.tensors import Place, TensorSpec
@@ -70,6 +70,8 @@ class StreamedUnit:
         self.users = 0
         self.slab: Slab | None = None
         self.fetch: Fetch | None = None
+        self.checked_in = -1  # the pass in which the copy was last compared with the homes
+        self.arrived_for: object = None  # the backward, and its stream, that have waited for the slab already
         self._places = places
         self._live: list[torch.Tensor] = []
         self._stamps: list[object] = []
@@ -88,12 +90,20 @@ class StreamedUnit:
     def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
         stamps = enumerate(self.store.stamps())
         self._stamps = [stamp if self.store.brings(index) else _NOT_FETCHED for index, stamp in stamps]
-        self.slab = slab
+        self.slab, self.arrived_for = slab, None
+        self._transfer = transfer
         self.fetch = self.store.fetch(slab, transfer, priority)
+
+    def is_outdated(self) -> bool:
+        """Whether most of what was fetched has been edited at home since: an optimizer's step is not worth mending."""
+        pairs = zip(self.store.stamps(), self._stamps, self.store.layout.specs, strict=True)
+        # A stamp that is a mere object says nothing: that tensor is looked at whenever the unit is made live.
+        told = [pair for pair in pairs if type(pair[0]) is not object and type(pair[1]) is not object]
+        return 2 * sum(spec.nbytes for now, then, spec in told if now != then) > self.nbytes
 
     def drop(self) -> Fetch | None:
         """Give up the slab. The fetch that still fills it, if any, keeps the memory until it has ended."""
-        self.collect_writes()
+        self.collect_writes(after_call=False)
         fetch, self.fetch = self.fetch, None
         self.slab, self._live = None, []
         if fetch is None or fetch.finished():
@@ -115,7 +125,9 @@ class StreamedUnit:
                 self._refresh_edited(stamps)
 
     def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
-        view = self.store.layout.view(slab.memory, index).data  # .data: views share a version, each needs its own
+        spec, start = self.store.layout.specs[index], self.store.layout.offsets[index]
+        # Not a view of the slab for autograd: views share a version, and each of these needs its own.
+        view = view_over(slab.memory.untyped_storage(), spec.dtype, start, spec.shape, spec.strides or ())
         home = self.store.homes[index]
         if not isinstance(home, nn.Parameter):
             return view
@@ -152,7 +164,8 @@ class StreamedUnit:
         self._bound_with_grad = with_grad
         for index, live in enumerate(self._live):
             home = self.store.homes[index]
-            shown = onload(home, live.detach()) if with_grad and home.requires_grad else live
+            trains = with_grad and home.requires_grad
+            shown = onload(home, live.detach(), self._transfer.host_link) if trains else live
             for place in self._places[index]:
                 self._show(place, home, shown)
         if not self._strays:
@@ -181,7 +194,7 @@ class StreamedUnit:
 
     def unbind(self) -> None:
         """Show the homes again, once what the forward wrote has gone there."""
-        self.collect_writes()
+        self.collect_writes(after_call=True)
         self._unbind_tensors()
         for stray in self._strays:
             if stray.shown._version != stray.version:
@@ -198,12 +211,13 @@ class StreamedUnit:
             for place in places:
                 refresh_flat_weights(place.module)
 
-    def collect_writes(self) -> None:
-        """Send home what was written to live tensors."""
+    def collect_writes(self, *, after_call: bool) -> None:
+        """Send home what was written to live tensors. `after_call`: also what a call may have written unseen."""
         with torch.inference_mode(False), torch.no_grad():
             for index, live in enumerate(self._live):
                 seen = live._version != self._versions[index] or self._edited_through_data(index, live)
-                if not seen and not any(_updates_unseen(place) for place in self._places[index]):
+                unseen = after_call and any(_updates_unseen(place) for place in self._places[index])
+                if not seen and not unseen:
                     continue
                 self.store.absorb(index, live.detach(), seen=seen)
                 self._versions[index] = live._version

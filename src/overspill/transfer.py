@@ -25,7 +25,7 @@ from overspill.devices import (
     record_event,
 )
 from overspill.errors import CheckpointReadError
-from overspill.slab import Slab
+from overspill.slab import HostPool, Slab
 
 CHUNK = 16 * MIB
 """Bytes a read: large enough for a disk's and the link's full rate, small enough to share among threads."""
@@ -205,6 +205,7 @@ class Transfer:
         self._host_copies = new_stream(device)
         self._disk_copies = new_stream(device)
         self._ring: _Ring | None = None
+        self._host_link: HostLink | None = None
         self._lock = threading.Lock()
 
     def from_host(self, sources: Sequence[tuple[int, torch.Tensor]], slab: Slab) -> Fetch:
@@ -245,6 +246,14 @@ class Transfer:
                 self._ring = _shared_ring(self.device)
             return self._ring
 
+    @property
+    def host_link(self) -> "HostLink":
+        """The way out, for gradients."""
+        with self._lock:
+            if self._host_link is None:
+                self._host_link = HostLink(self.device)
+            return self._host_link
+
     def land(self, piece: Piece, reader: RangeReader) -> None:
         """Read one chunk and bring it to its target."""
         if piece.target.device == CPU:
@@ -269,6 +278,103 @@ class Transfer:
     @property
     def disk_stream(self) -> torch.Stream | None:
         return self._disk_copies
+
+
+class Departure:
+    """A copy from a device to host memory. Holds what it copies until the copy has ended."""
+
+    def __init__(self, source: torch.Tensor, host: Slab, left: torch.Event | None) -> None:
+        self.nbytes = source.nbytes
+        self.host = host
+        self.left = left  # on the stream of departures, behind the copy
+        self._source: torch.Tensor | None = source
+
+    def ended(self) -> bool:
+        """Whether the copy has ended."""
+        if self._source is not None and (self.left is None or self.left.query()):
+            self._source = None
+        return self._source is None
+
+    def wait(self) -> None:
+        """Wait here until the copy has ended."""
+        if self.left is not None and self._source is not None:
+            self.left.synchronize()
+        self._source = None
+
+
+IN_FLIGHT = 512 * MIB
+"""Bytes that may be on their way to host memory at once. What is on its way still takes device memory."""
+
+
+class HostLink:
+    """What leaves one device for host memory and may come back: pinned memory for it, and a stream each way.
+
+    Two streams, since the link carries as much in one direction while it is busy in the other.
+    """
+
+    def __init__(self, device: torch.device, *, in_flight: int = IN_FLIGHT) -> None:
+        self.device = device
+        self.pool = HostPool(device)
+        self._in_flight = in_flight
+        self._departures, self._returns = new_stream(device), new_stream(device)
+        self._under_way: deque[Departure] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, source: torch.Tensor) -> Departure:
+        """Start to copy dense `source` to host memory, once all that this thread has queued so far is computed.
+
+        Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
+        """
+        with self._lock:
+            self._make_way(source.nbytes)
+            host = self.pool.take(source.nbytes)
+            flat = _bytes_of(source)
+            stream = self._departures
+            computed = record_event(self.device)
+            with _on(stream), torch.inference_mode(False), torch.no_grad():
+                _wait_all(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
+                host.memory[: flat.nbytes].copy_(flat, non_blocking=True)
+            left = record_event(self.device, stream)
+            host.used_until(left)
+            departure = Departure(flat, host, left)
+            if left is not None:
+                self._under_way.append(departure)
+            return departure
+
+    def _forget_ended(self) -> None:
+        """Let go of what has been copied."""
+        while self._under_way and self._under_way[0].ended():
+            self._under_way.popleft()
+
+    def _make_way(self, nbytes: int) -> None:
+        self._forget_ended()
+        while self._under_way and sum(each.nbytes for each in self._under_way) + nbytes > self._in_flight:
+            self._under_way.popleft().wait()
+
+    def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:
+        """The first bytes of `host`, which are there behind `left`, on the device; and what to wait for to use them.
+
+        Their memory is the current stream's. Whoever drops it before the event has passed must keep it until then.
+        """
+        with self._lock:
+            self._forget_ended()
+        stream = self._returns
+        with torch.inference_mode(False):
+            back = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        made = record_event(self.device)  # torch's allocator may give memory that queued work still uses
+        with _on(stream), torch.inference_mode(False), torch.no_grad():
+            _wait_all(stream, [event for event in (made, left) if event is not None])
+            back.copy_(host.memory[:nbytes], non_blocking=True)
+        arrived = record_event(self.device, stream)
+        host.used_until(arrived)
+        return back, arrived
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor as flat bytes."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
 class _ChunkRead:

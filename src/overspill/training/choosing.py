@@ -1,0 +1,188 @@
+"""Keep, offload or recompute, for each block: the fastest choice within a budget. A pure function of measurements.
+
+Note: the model of a step. Copies run beside the computation, so a forward takes the longer of its computing and of what
+leaves, and a backward the longer of its computing, replays included, and of what comes back. Memory is highest either
+when the forward ends, with all that the blocks keep, or in some block's backward, with what the blocks before it keep,
+the gradients of those behind it, and what its own backward needs. All else that the step takes (weights, the head, what
+operations need for a moment) is the same for every choice, and is known from the one that was measured.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations_with_replacement, pairwise
+
+from overspill.config import format_size
+from overspill.errors import BudgetError
+from overspill.training.modes import Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """What one block's step costs, as measured."""
+
+    name: str
+    forward: float
+    """Seconds. Its backward computes twice as much."""
+    saved: int
+    """Bytes that its backward needs."""
+    inputs: int
+    """Bytes of its inputs, which are not another block's to keep."""
+    gradients: int = 0
+    """Bytes of gradients that it leaves on the device."""
+    streamed: int = 0
+    """Bytes of weights that come for its forward, and again for its backward."""
+
+    def keeps(self, mode: Mode) -> int:
+        """Device memory from its forward to its backward."""
+        return {Mode.KEEP: self.saved, Mode.RECOMPUTE: self.inputs}.get(mode, 0)
+
+    def moves(self, mode: Mode) -> int:
+        """Bytes that cross the link, once each way."""
+        return {Mode.OFFLOAD: self.saved, Mode.RECOMPUTE_OFFLOAD: self.inputs}.get(mode, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What a step costs, as measured while all its blocks were in `measured_as`."""
+
+    blocks: tuple[BlockCost, ...]
+    peak: int
+    """Bytes of device memory at its height."""
+    link: float
+    """Bytes a second, each way."""
+    slabs: int
+    """Bytes on their way to a block's backward at once."""
+    measured_as: Mode = Mode.RECOMPUTE_OFFLOAD
+
+    def seconds(self, modes: Sequence[Mode]) -> float:
+        """How long the blocks take."""
+        pairs = list(zip(self.blocks, modes, strict=True))
+        forward = sum(block.forward for block in self.blocks)
+        replayed = sum(block.forward for block, mode in pairs if mode.recomputes)
+        moved = sum(block.moves(mode) for block, mode in pairs)
+        streamed = sum(block.streamed for block in self.blocks)
+        # What leaves and what comes do not share the link: it carries as much each way.
+        out = max(forward, moved / self.link, streamed / self.link)
+        return out + max(2 * forward + replayed, (moved + streamed) / self.link)
+
+    def memory(self, modes: Sequence[Mode]) -> int:
+        """The most device memory that the step takes."""
+        same = [self.measured_as] * len(self.blocks)
+        return max(self.peak - self._height(same), 0) + self._height(modes)
+
+    def _height(self, modes: Sequence[Mode]) -> int:
+        kept = [block.keeps(mode) for block, mode in zip(self.blocks, modes, strict=True)]
+        before = list(accumulate(kept, initial=0))
+        behind = list(accumulate((block.gradients for block in reversed(self.blocks)), initial=0))[-2::-1]
+        heights = [
+            before[index] + behind[index] + self._working(block, mode)
+            for index, (block, mode) in enumerate(zip(self.blocks, modes, strict=True))
+        ]
+        return max([before[-1], *heights])
+
+    def _working(self, block: BlockCost, mode: Mode) -> int:
+        """What a block's own backward needs of its saved tensors."""
+        return min(block.saved, self.slabs) if mode is Mode.OFFLOAD else block.saved
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A mode for each block, and what is expected of it."""
+
+    step: StepCost
+    modes: tuple[Mode, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds(self.modes)
+
+    @property
+    def memory(self) -> int:
+        return self.step.memory(self.modes)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.modes)} blocks, {format_size(self.memory)} expected, {self.seconds:.3f} s for the blocks"]
+        for first, last, mode in self._runs():
+            names = self.step.blocks[first].name
+            if last != first:
+                names += f" to {self.step.blocks[last].name}"
+            saved = sum(block.saved for block in self.step.blocks[first : last + 1])
+            lines.append(f"  {mode.value:19} {names} ({format_size(saved)} saved)")
+        return "\n".join(lines)
+
+    def _runs(self) -> Iterator[tuple[int, int, Mode]]:
+        """Blocks in a row that have the same mode: first, last."""
+        first = 0
+        for index, mode in enumerate(self.modes):
+            if index + 1 == len(self.modes) or self.modes[index + 1] is not mode:
+                yield first, index, mode
+                first = index + 1
+
+
+def choose(step: StepCost, budget: int, allowed: Sequence[Mode]) -> Choice:
+    """The fastest modes of those allowed that stay within `budget` bytes of device memory."""
+    starts = list(_arrangements(len(step.blocks), [mode for mode in _FROM_THE_FIRST if mode in allowed]))
+    least = min(map(step.memory, starts))
+    if least > budget:
+        raise BudgetError(
+            f"a training step takes {format_size(least)} of device memory at the least, and memory= allows "
+            f"{format_size(budget)}. Allow more, make the batch smaller, or pass weights=True"
+        )
+    fitting = sorted((modes for modes in starts if step.memory(modes) <= budget), key=lambda modes: _rank(step, modes))
+    improved: list[list[Mode]] = [_improved(step, modes, budget, allowed) for modes in fitting[:_TRIED]]
+    best = min(improved, key=lambda modes: _rank(step, modes))
+    return Choice(step, tuple(best))
+
+
+_FROM_THE_FIRST = (Mode.RECOMPUTE_OFFLOAD, Mode.OFFLOAD, Mode.RECOMPUTE, Mode.KEEP)
+"""What the first blocks save is needed last, so what takes least memory comes first."""
+
+_PARTS = 16  # blocks, or groups of them, that arrangements are made of
+_TRIED = 3  # arrangements that are improved block by block
+
+
+def _arrangements(count: int, modes: Sequence[Mode]) -> Iterator[list[Mode]]:
+    """Some blocks in the first mode, then some in the second, and so on."""
+    size = -(-count // _PARTS)
+    cuts = sorted({0, count, *range(0, count, size)})
+    for ends in combinations_with_replacement(cuts, len(modes) - 1):
+        edges = (0, *ends, count)
+        yield [mode for mode, (start, end) in zip(modes, pairwise(edges), strict=True) for _ in range(start, end)]
+
+
+def _improved(step: StepCost, start: list[Mode], budget: int, allowed: Sequence[Mode]) -> list[Mode]:
+    """Change one block, or exchange two, as long as that is better."""
+    modes, rank = start, _rank(step, start)
+    while True:
+        better = next(
+            (
+                changed
+                for changed in (*_changes(modes, allowed), *_exchanges(modes))
+                if _rank(step, changed) < rank and step.memory(changed) <= budget
+            ),
+            None,
+        )
+        if better is None:
+            return modes
+        modes, rank = better, _rank(step, better)
+
+
+def _rank(step: StepCost, modes: Sequence[Mode]) -> tuple[float, int]:
+    """Faster first. Where the longer of two hides a difference, whatever leaves less to do."""
+    work = sum(block.moves(mode) for block, mode in zip(step.blocks, modes, strict=True))
+    replayed = sum(block.forward for block, mode in zip(step.blocks, modes, strict=True) if mode.recomputes)
+    return round(step.seconds(modes), 9), int(work + replayed * step.link)
+
+
+def _changes(modes: list[Mode], allowed: Sequence[Mode]) -> Iterator[list[Mode]]:
+    for index, mode in enumerate(modes):
+        for other in allowed:
+            if other is not mode:
+                yield [*modes[:index], other, *modes[index + 1 :]]
+
+
+def _exchanges(modes: list[Mode]) -> Iterator[list[Mode]]:
+    """Two neighbours in each other's place: what is kept should be needed soon."""
+    for index in range(len(modes) - 1):
+        if modes[index] is not modes[index + 1]:
+            yield [*modes[:index], modes[index + 1], modes[index], *modes[index + 2 :]]

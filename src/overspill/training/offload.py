@@ -1,0 +1,185 @@
+"""offload_training: a model that trains with its blocks' activations and weights elsewhere."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from overspill.attach import Arguments, Scope
+from overspill.config import format_size, parse_size
+from overspill.devices import CPU, compute_device, free_memory, running_backward
+from overspill.errors import BudgetError, PlanError, StateError
+from overspill.offloading import manage_training, offload_parts, refuse_managed
+from overspill.plan import Placement
+from overspill.tensors import TensorGroup, tensor_groups
+from overspill.training.activations import Activations, Limits
+from overspill.training.blocks import Block, choose_blocks, find_blocks
+from overspill.training.measuring import Measurement
+from overspill.training.modes import Mode
+from overspill.training.optimizers import OptimizerWatch
+from overspill.units import Unit, is_below, owner_path
+from overspill.windows import in_a_row, least_window, usual_window
+
+
+class StepScope:
+    """Around one call of the whole model."""
+
+    def __init__(self, training: "OffloadedTraining", refresh: Callable[[], None]) -> None:
+        refresh()
+        training.begin_step()
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return args, kwargs
+
+    def leave(self, output: Any) -> Any:
+        return output
+
+
+class OffloadedTraining:
+    """What leads the calls of a model's blocks while it trains. Lives in the model's manager."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], *, frozen_only: bool, double_buffering: bool) -> None:
+        self.model, self.blocks = model, list(blocks)
+        self._frozen_only, self._double_buffering = frozen_only, double_buffering
+        self.optimizers: OptimizerWatch | None = None
+        """Of the model, where its parameters move."""
+        self.measurement: Measurement | None = None
+        """Of the first step, where the modes of the blocks are to be chosen."""
+
+    def scopes(self, refresh: Callable[[], None]) -> Mapping[nn.Module, Callable[[], Scope]]:
+        scopes: dict[nn.Module, Callable[[], Scope]] = {block.module: block.scope for block in self.blocks}
+        return {self.model: partial(StepScope, self, refresh), **scopes}
+
+    def begin_step(self) -> None:
+        """A call of the whole model begins."""
+        trains = torch.is_grad_enabled() and running_backward() is None
+        if self.measurement is not None and trains and self.measurement.begin_step():
+            self.measurement = None
+
+    def end(self) -> None:
+        """What graphs still hold of it goes with them; all else is undone here."""
+        if self.optimizers is not None:
+            self.optimizers.end()
+
+    # What `offload_parts` asks for the weights.
+
+    def moves(self, group: TensorGroup) -> bool:
+        return not (self._frozen_only and group.tensor.requires_grad)
+
+    def windows(self, placements: Sequence[Placement]) -> Mapping[torch.device, int]:
+        units: dict[torch.device, list[Unit]] = {}
+        for placement in placements:
+            units.setdefault(placement.device, []).append(placement.unit)
+        size = usual_window if self._double_buffering else _two_deep
+        return {device: size(mine) for device, mine in units.items()}
+
+
+def _two_deep(units: Sequence[Unit]) -> int:
+    """Room for a unit that computes and one that arrives."""
+    return max(least_window(units), in_a_row(units, 2))
+
+
+def offload_for_training(
+    model: nn.Module,
+    *,
+    layers: int | Collection[str] | None,
+    activations: bool | Literal["disk"],
+    weights: bool | Literal["disk"],
+    recompute: bool,
+    double_buffering: bool,
+    memory: int | str | None,
+) -> None:
+    """Set `model` up: see `overspill.offload_training`."""
+    if torch.is_inference_mode_enabled():
+        raise StateError("inference_mode is on, where nothing can be trained. Call offload_training outside of it")
+    for name, value in (("activations", activations), ("weights", weights)):
+        if value not in (True, False, "disk"):
+            raise PlanError(f"{name}={value!r} cannot be meant. Write True for host memory, 'disk', or False")
+    if not activations and not weights:
+        raise PlanError("activations and weights are both off, so nothing would be offloaded. Turn one of them on")
+    if memory is not None and (layers is not None or recompute):
+        given = "layers" if layers is not None else "recompute"
+        raise PlanError(f"{given} has no effect beside memory=, which chooses for each block. Pass one of the two")
+    refuse_managed(model)
+    paths = choose_blocks(model, layers)
+    device = _device_of(model)
+    limits = Limits.usual(device, double_buffering=double_buffering)
+    saved = Activations(device, limits, to_disk=activations == "disk")
+    mode = _MODES[bool(activations), recompute or memory is not None]
+    watched = paths if memory is None else find_blocks(model)
+    blocks = [Block(path, model.get_submodule(path), mode, saved) for path in watched]
+    training = OffloadedTraining(model, blocks, frozen_only=weights == "disk", double_buffering=double_buffering)
+    if memory is not None:
+        allowed = list(Mode) if activations else [Mode.KEEP, Mode.RECOMPUTE]
+        training.measurement = Measurement(blocks, parse_size(memory, what="memory"), allowed)
+    if not weights or not paths:
+        manage_training(model, training)
+        return
+    _check_weights(model, paths, weights, device)
+    to = "disk" if weights == "disk" else "cpu"
+    training.optimizers = OptimizerWatch(model)
+    offload_parts(model, to=to, modules=paths, folder=None, device=None, min_bytes=0, training=training)
+
+
+_MODES = {
+    (False, False): Mode.KEEP,
+    (True, False): Mode.OFFLOAD,
+    (False, True): Mode.RECOMPUTE,
+    (True, True): Mode.RECOMPUTE_OFFLOAD,
+}
+"""By whether activations leave, and whether blocks are recomputed."""
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where a model computes: where most of it is."""
+    sizes: dict[torch.device, int] = {}
+    for group in tensor_groups(model).values():
+        if group.tensor.is_meta:
+            raise StateError(
+                f"{group.name} is on the meta device, without values. Load the model first: overspill.load"
+            )
+        sizes[group.tensor.device] = sizes.get(group.tensor.device, 0) + group.tensor.nbytes
+    return max(sizes, key=lambda device: sizes[device], default=CPU)
+
+
+def _check_weights(
+    model: nn.Module, paths: Sequence[str], weights: bool | Literal["disk"], device: torch.device
+) -> None:
+    """Whether the blocks' weights can go where they are to go, before anything is moved."""
+    groups = [
+        group
+        for group in tensor_groups(model).values()
+        if any(is_below(owner_path(place), path) for place in group.places for path in paths)
+    ]
+    if weights == "disk":
+        if all(group.tensor.requires_grad for group in groups if group.kind == "parameter"):
+            raise PlanError(
+                "weights='disk' is for frozen weights, and all of these blocks' are trained: an optimizer's updates "
+                "would be written back in each step. Freeze them (requires_grad_(False)) or pass weights=True"
+            )
+        return
+    needed = sum(group.spec.nbytes * (2 if group.tensor.requires_grad else 1) for group in groups)
+    if device != CPU and needed > (free := free_memory(CPU)):
+        raise BudgetError(
+            f"the weights of these {len(paths)} blocks and their gradients need {format_size(needed)} of host memory, "
+            f"where {format_size(free)} are free. Give fewer layers"
+        )
+
+
+@contextmanager
+def activations_offloaded(*, to: str, min_bytes: int | str | None, double_buffering: bool) -> Iterator[None]:
+    """Within, saved tensors leave: see `overspill.offload_activations`."""
+    if torch.is_inference_mode_enabled():
+        raise StateError("inference_mode is on, where nothing is saved for a backward. Leave offload_activations out")
+    device = compute_device()
+    limits = Limits.usual(device, double_buffering=double_buffering)
+    if min_bytes is not None:
+        limits = replace(limits, small=parse_size(min_bytes, what="min_bytes"))
+    if to not in ("cpu", "disk"):
+        raise PlanError(f"to={to!r} is no place for saved tensors. Write to='cpu' or to='disk'")
+    with Activations(device, limits, to_disk=to == "disk").saving():
+        yield

@@ -1,0 +1,212 @@
+"""A block that saves its inputs only, and is computed once more in backward.
+
+Note: how a block is replayed. In forward, everything that an operation saves is replaced by a `_Place`, in the order of
+saving. When backward asks for the first of them, the block is called again on its inputs, with the same random numbers
+and the same autocast. What it saves now, in the same order, goes to the places that autograd still holds, and as soon
+as the last one is filled the replay ends, wherever it is. The graph is the forward's own throughout, so `retain_graph`,
+double backward and hooks need nothing special.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from overspill.devices import RandomState, at_end_of_backward, running_backward
+from overspill.errors import StateError
+from overspill.graph import SavedTensor, Version, refuse_edited, replaying
+from overspill.training.attention import GiveAttention, KeepAttention
+
+Keep = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+"""Puts an input aside until the replay, and returns what gives it back."""
+
+
+class _EnoughError(BaseException):
+    """All that backward needs has been computed: no error, and for nobody but us to catch."""
+
+
+class _Place:
+    """One saved tensor of a block: empty until backward needs it."""
+
+    def __init__(self, frame: "Frame", tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.version = Version(tensor)
+        self.filled: SavedTensor | None = None
+
+
+class _Input:
+    """A tensor among a block's arguments."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._requires_grad = tensor.requires_grad
+        self._version = Version(tensor)
+        self._kept: Callable[[], torch.Tensor] = lambda: tensor
+
+    def put_aside(self, keep: Keep) -> None:
+        self._kept = keep(self._kept())
+
+    def again(self) -> torch.Tensor:
+        self._version.check()
+        values = self._kept().detach()
+        return values.requires_grad_() if self._requires_grad else values
+
+
+class Frame:
+    """One call of a block, to be replayed."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        keep: Keep,
+        *,
+        keeps_attention: bool = False,
+    ) -> None:
+        self._name, self._module, self._keep = name, module, keep
+        leaves, self._structure = tree_flatten((args, kwargs))
+        self._inputs = {id(leaf): _Input(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
+        self._random = RandomState(device)
+        self._autocast = _Autocast(device)
+        with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
+            self._weights = [(parameter, parameter._version) for parameter in module.parameters()]
+        self._attention = KeepAttention(keep) if keeps_attention else None
+        self._places: list[weakref.ref[_Place]] = []
+        self._filled_for: int | None = None
+        self._lock = threading.RLock()
+        self.on_save: Callable[[torch.Tensor], None] = _ignore
+        """Called for each tensor that the block saves."""
+        self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, the block is called for the first time."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            if self._attention is not None:
+                stack.enter_context(self._attention)
+            yield
+        # Last, since backward needs them first: what is put aside comes back in the opposite order. A block that saved
+        # nothing needs no inputs either.
+        for each in self._inputs.values() if self._places else ():
+            each.put_aside(self._keep)
+
+    @property
+    def kept_attention(self) -> bool:
+        """Whether there was any worth keeping."""
+        return self._attention is not None and bool(self._attention.results)
+
+    def _pack(self, tensor: torch.Tensor) -> _Place:
+        place = _Place(self, tensor)
+        self._places.append(weakref.ref(place))
+        self.on_save(tensor)
+        return place
+
+    def _unpack(self, place: _Place) -> torch.Tensor:
+        place.version.check()
+        with self._lock:
+            backward = running_backward()
+            if place.filled is None or backward is None or backward != self._filled_for:
+                self._replay()
+                self._filled_for = backward
+                if backward is not None:
+                    # A graph that is retained keeps its places, but not what is in them. Weakly: one that is not
+                    # retained is gone long before the end, and so must its inputs be.
+                    at_end_of_backward(partial(_empty, weakref.ref(self)))
+            assert place.filled is not None
+            return place.filled.values()
+
+    def empty(self) -> None:
+        """Let go of all that was replayed."""
+        self._filled_for = None
+        for reference in self._places:
+            place = reference()
+            if place is not None:
+                place.filled = None
+
+    # The second time.
+
+    def _replay(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            edited = any(parameter._version != version for parameter, version in self._weights)
+        if edited:
+            refuse_edited(f"a weight of {self._name}, which is to be recomputed, was edited since its forward")
+        leaves = [leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        del leaves
+        filling = _Filling(self._places, self._refuse_difference)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(replaying())
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(self._random.again())
+                self._autocast.again(stack)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, SavedTensor.values))
+                if self._attention is not None and self.kept_attention:
+                    stack.enter_context(GiveAttention(self._attention.results))
+                self._module(*args, **kwargs)
+        except _EnoughError:
+            pass
+        if filling.count < len(self._places):
+            self._refuse_difference()
+
+    def _refuse_difference(self) -> NoReturn:
+        raise StateError(
+            f"{self._name} saved other tensors when it was recomputed than in its forward, so its gradients cannot be "
+            "computed. Its forward must do the same twice: pass use_cache=False to a model that fills a cache, or name "
+            "other blocks in layers="
+        )
+
+
+def _empty(reference: "weakref.ref[Frame]") -> None:
+    frame = reference()
+    if frame is not None:
+        frame.empty()
+
+
+def _ignore(tensor: torch.Tensor) -> None:
+    """Nobody watches."""
+
+
+class _Filling:
+    """A replay's saved tensors on their way to their places."""
+
+    def __init__(self, places: list["weakref.ref[_Place]"], refuse: Callable[[], NoReturn]) -> None:
+        self._places, self._refuse = places, refuse
+        self.count = 0
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        saved = SavedTensor(tensor)
+        if self.count < len(self._places):
+            place = self._places[self.count]()
+            if place is not None:
+                if place.shape != tensor.shape or place.dtype != tensor.dtype:
+                    self._refuse()
+                place.filled = saved
+            self.count += 1
+        if self.count == len(self._places):
+            raise _EnoughError
+        return saved
+
+
+class _Autocast:
+    """How autocast was set."""
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = dict.fromkeys(("cpu", device.type))
+        self._settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    def again(self, stack: ExitStack) -> None:
+        for kind, enabled, dtype in self._settings:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))

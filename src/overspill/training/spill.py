@@ -1,0 +1,127 @@
+"""Saved tensors on disk: a file without a name, that ends with the process."""
+
+import os
+import tempfile
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from overspill.config import MIB, format_size
+from overspill.devices import OUR_THREADS, buffer_of
+from overspill.errors import OffloadFolderError
+from overspill.slab import HostPool, Slab
+from overspill.transfer import Departure
+
+_IN_FLIGHT = 512 * MIB
+"""Bytes in host memory that may wait to be written."""
+
+_THREADS = 4
+
+
+class SpillFile:
+    """Room for tensors in a temporary file, used again and again."""
+
+    def __init__(self) -> None:
+        self._file, path = tempfile.mkstemp(prefix="overspill-")
+        self._folder = tempfile.gettempdir()
+        Path(path).unlink()  # nobody else can open it now, and the system removes it however this process ends
+        weakref.finalize(self, os.close, self._file)
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"{OUR_THREADS}spill")
+        self._writing: deque[Spilled] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """The most that was in it at once."""
+        return self._end
+
+    def put(self, departure: Departure, pool: HostPool) -> "Spilled":
+        """Start to write what `departure` brings to host memory, which is free again when that is done."""
+        with self._lock:
+            while self._writing and (
+                self._writing[0].is_written() or sum(each.nbytes for each in self._writing) > _IN_FLIGHT
+            ):
+                self._writing.popleft().wait()
+            places = self._free.setdefault(departure.nbytes, [])
+            place = places.pop() if places else self._end
+            self._end = max(self._end, place + departure.nbytes)
+            spilled = Spilled(self, departure, place, pool)
+            weakref.finalize(spilled, places.append, place).atexit = False
+            spilled.start(self._threads)
+            self._writing.append(spilled)
+        return spilled
+
+    def write(self, memory: torch.Tensor, place: int) -> None:
+        view, done = buffer_of(memory), 0
+        try:
+            while done < len(view):
+                done += os.pwrite(self._file, view[done:], place + done)
+        except OSError as error:
+            raise OffloadFolderError(
+                f"could not write {format_size(len(view))} of saved tensors to a temporary file in {self._folder}: "
+                f"{error.strerror}. Free some space there, or set TMPDIR to another disk"
+            ) from error
+
+    def read(self, memory: torch.Tensor, place: int) -> None:
+        view, done = buffer_of(memory), 0
+        while done < len(view):
+            count = os.preadv(self._file, [view[done:]], place + done)
+            assert count > 0, "the file ends before what was written to it"
+            done += count
+
+
+class Spilled:
+    """The bytes of one departure, on their way to the file, in it, or on their way back."""
+
+    def __init__(self, file: SpillFile, departure: Departure, place: int, pool: HostPool) -> None:
+        self.nbytes = departure.nbytes
+        self._file, self._place, self._pool = file, place, pool
+        self._departure: Departure | None = departure
+        self._written: Future[None] | None = None
+        self._read: Future[Slab] | None = None
+
+    def start(self, threads: ThreadPoolExecutor) -> None:
+        self._threads = threads
+        departure = self._departure
+        assert departure is not None
+
+        def write() -> None:
+            departure.wait()
+            self._file.write(departure.host.memory[: departure.nbytes], self._place)
+
+        self._written = threads.submit(write)
+
+    def is_written(self) -> bool:
+        return self._written is not None and self._written.done()
+
+    def wait(self) -> None:
+        """Wait until the bytes are in the file, and in host memory no more."""
+        assert self._written is not None
+        self._written.result()
+        self._departure = None
+
+    def begin_to_read(self) -> None:
+        """Have the bytes in host memory soon."""
+        if self._read is None:
+            self.wait()
+            self._read = self._threads.submit(self._fill)
+
+    def _fill(self) -> Slab:
+        slab = self._pool.take(self.nbytes)
+        for event in slab.overwrite_after:
+            event.synchronize()
+        self._file.read(slab.memory[: self.nbytes], self._place)
+        return slab
+
+    def host(self) -> Slab:
+        """The bytes in host memory."""
+        self.begin_to_read()
+        assert self._read is not None
+        slab, self._read = self._read.result(), None
+        return slab

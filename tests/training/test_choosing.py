@@ -1,0 +1,107 @@
+"""Which blocks keep, offload or recompute: arithmetic on measurements, without a device."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from overspill.errors import BudgetError
+from overspill.training.choosing import BlockCost, StepCost, choose
+from overspill.training.modes import Mode
+
+MODES = list(Mode)
+GB = 10**9
+
+
+def step(*blocks: BlockCost, peak: int = 10 * GB, link: float = 50e9) -> StepCost:
+    return StepCost(blocks=blocks, peak=peak, link=link, slabs=GB // 4)
+
+
+def alike(count: int, *, saved: int = 2 * GB, inputs: int = GB // 10, forward: float = 0.02) -> list[BlockCost]:
+    return [BlockCost(name=f"b{index}", forward=forward, saved=saved, inputs=inputs) for index in range(count)]
+
+
+def test_with_room_for_everything_everything_is_kept() -> None:
+    assert set(choose(step(*alike(6)), 100 * GB, MODES).modes) == {Mode.KEEP}
+
+
+def test_what_the_link_carries_beside_the_computation_is_offloaded_before_anything_is_recomputed() -> None:
+    # 0.5 GB take 0.01 s of the link, a block's forward takes 0.02 s: copies cost nothing.
+    cost = step(*alike(6, saved=GB // 2))
+    modes = choose(cost, 10 * GB, MODES).modes
+    assert Mode.RECOMPUTE not in modes
+    assert Mode.RECOMPUTE_OFFLOAD not in modes
+    assert Mode.OFFLOAD in modes
+
+
+def test_what_the_link_cannot_carry_is_recomputed() -> None:
+    # 8 GB take 0.16 s of the link each way, and 0.02 s to compute again.
+    cost = step(*alike(6, saved=8 * GB), peak=20 * GB)
+    modes = choose(cost, 21 * GB, MODES).modes
+    assert sum(mode.recomputes for mode in modes) >= 4
+
+
+def test_less_memory_never_makes_it_faster() -> None:
+    cost = step(*alike(8))
+    budgets = [9 * GB, 10 * GB, 12 * GB, 16 * GB, 20 * GB, 26 * GB, 40 * GB]
+    seconds = [choose(cost, budget, MODES).seconds for budget in budgets]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1]
+
+
+def test_the_choice_stays_within_the_budget() -> None:
+    cost = step(*alike(8))
+    for budget in range(9 * GB, 30 * GB, GB):
+        assert choose(cost, budget, MODES).memory <= budget
+
+
+def test_too_small_a_budget_says_what_would_do() -> None:
+    with pytest.raises(BudgetError, match=r"at the least, and memory= allows 4\.66 GiB"):
+        choose(step(*alike(8)), 5 * GB, MODES)
+
+
+def test_only_what_is_allowed_is_chosen() -> None:
+    modes = choose(step(*alike(8)), 12 * GB, [Mode.KEEP, Mode.RECOMPUTE]).modes
+    assert set(modes) <= {Mode.KEEP, Mode.RECOMPUTE}
+
+
+def test_the_choice_is_told_in_runs_of_alike_blocks() -> None:
+    text = str(choose(step(*alike(8)), 100 * GB, MODES))
+    assert "keep                b0 to b7" in text
+    assert "8 blocks" in text
+
+
+def test_gradients_that_pile_up_leave_less_room_for_what_the_first_blocks_keep() -> None:
+    light, heavy = (
+        [BlockCost(name=str(i), forward=0.02, saved=2 * GB, inputs=GB // 10, gradients=g) for i in range(6)]
+        for g in (0, GB)
+    )
+    # Measured with its gradients, the same peak leaves the same room; what is kept must now go with them.
+    kept = [choose(step(*blocks, peak=12 * GB), 16 * GB, MODES).modes.count(Mode.KEEP) for blocks in (light, heavy)]
+    assert kept[1] >= kept[0]
+
+
+costs = st.builds(
+    BlockCost,
+    name=st.just("b"),
+    forward=st.floats(0.001, 0.1),
+    saved=st.integers(GB // 10, 8 * GB),
+    inputs=st.integers(10**7, GB // 10),
+    gradients=st.integers(0, GB),
+    streamed=st.integers(0, GB),
+)
+
+
+@given(st.lists(costs, min_size=1, max_size=4), st.floats(0, 1))
+def test_the_choice_is_nearly_the_best_of_all(blocks: list[BlockCost], share: float) -> None:
+    cost = step(*blocks, peak=20 * GB)
+    everything = [list(modes) for modes in itertools.product(MODES, repeat=len(blocks))]
+    memories = [cost.memory(modes) for modes in everything]
+    budget = int(min(memories) + share * (max(memories) - min(memories)))
+    if cost.memory([Mode.RECOMPUTE_OFFLOAD] * len(blocks)) > budget:
+        return  # the frugal one is not always the smallest by a hair
+    best = min(cost.seconds(modes) for modes, memory in zip(everything, memories, strict=True) if memory <= budget)
+    chosen = choose(cost, budget, MODES)
+    assert chosen.memory <= budget
+    assert chosen.seconds <= 1.1 * best

@@ -1,0 +1,420 @@
+"""The verb: what it chooses, what it refuses, and that nothing is left of it in the end."""
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from overspill.errors import BudgetError, PlanError, StateError
+from overspill.homes import HostTensor
+from overspill.managed import managed
+from overspill.residency import Residency
+from support import streamed_units, window_bytes_in_use
+from training.loops import (
+    STRATEGIES,
+    Block,
+    Net,
+    activations_of,
+    assert_same,
+    batches,
+    compare,
+    loss_of,
+    pair,
+    plainly,
+    train,
+)
+
+
+def chosen(model: nn.Module) -> list[str]:
+    manager = managed(model)
+    assert manager is not None
+    assert manager.training is not None
+    return [block.name for block in manager.training.blocks]  # type: ignore[attr-defined]
+
+
+def taken_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fills with the names of units that were not there, nor on their way, when a call or a backward needed them."""
+    names: list[str] = []
+    take = Residency._take
+
+    def noting(self: Residency, unit: Any, **options: Any) -> Any:
+        names.append(unit.name)
+        return take(self, unit, **options)
+
+    monkeypatch.setattr(Residency, "_take", noting)
+    return names
+
+
+# What is chosen.
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(0, 0), (1, 1), (5, 5), (None, 5)])
+def test_layers_count_from_the_first(layers: int | None, expected: int) -> None:
+    model = Net()
+    assert overspill.offload_training(model, layers=layers) is model
+    assert chosen(model) == [f"blocks.{index}" for index in range(expected)]
+
+
+def test_layers_may_be_named(device: str) -> None:
+    model = compare(Net, device, {"layers": ["blocks.5", "blocks.1"], "weights": True})
+    assert chosen(model) == ["blocks.1", "blocks.5"]
+    assert {unit.name for unit in streamed_units(model)} == {"blocks.1", "blocks.5"}
+
+
+def test_no_layers_change_nothing_but_can_be_restored(device: str) -> None:
+    reference, model = pair(Net, device)
+    overspill.offload_training(model, layers=0, weights=True)
+    assert_same(train(model, device, steps=2), train(reference, device, steps=2))
+    overspill.restore(model)
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_weights_live_in_host_memory_and_stream_through_a_window(device: str, double_buffering: bool) -> None:
+    model = Net(8).to(device)
+    whole = sum(p.nbytes for p in model.blocks.parameters())
+    overspill.offload_training(model, weights=True, activations=False, double_buffering=double_buffering)
+    assert all(isinstance(p, HostTensor) for block in model.blocks[:-1] for p in block.parameters())
+    assert not any(isinstance(p, HostTensor) for p in model.blocks[-1].parameters())
+    manager = managed(model)
+    assert manager is not None
+    (window,) = manager.windows.values()
+    assert window.nbytes < whole * (0.6 if double_buffering else 0.4)
+    loss = loss_of(model, next(batches(1, device)))
+    assert window_bytes_in_use(model) <= window.nbytes
+    loss.backward()
+    assert window_bytes_in_use(model) <= window.nbytes
+    assert all(p.grad is not None and p.grad.device.type == "cpu" for p in model.blocks[0].parameters())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_block_comes_once_for_its_forward_and_once_for_its_backward(
+    device: str, recompute: bool, moved: dict[str, int]
+) -> None:
+    model = Net(12).to(device)
+    overspill.offload_training(model, weights=True, activations=False, recompute=recompute)
+    units = streamed_units(model)
+    streamed = sum(unit.nbytes for unit in units)
+    for batch in batches(2, device):  # learns the order
+        loss_of(model, batch).backward()
+    moved.clear()
+    for batch in batches(4, device):
+        loss_of(model, batch).backward()
+    # Twice a step, less what is still in the window when the direction turns, or when the next step begins.
+    assert moved["cpu"] <= 4 * 2 * streamed
+    assert moved["cpu"] >= 4 * 2 * (streamed - 4 * max(unit.nbytes for unit in units))
+
+
+def test_a_backward_finds_its_units_fetched_ahead(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(12).to(device)
+    overspill.offload_training(model, weights=True, activations=False)
+    for batch in batches(2, device):
+        loss_of(model, batch).backward()
+    demanded = taken_on_demand(monkeypatch)
+    for batch in batches(3, device):
+        loss_of(model, batch).backward()
+    assert len(demanded) <= 3, "one a step at most: the rest was on its way when it was needed"
+
+
+def test_a_pass_without_gradients_leaves_the_learned_order_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(12).to(device)
+    overspill.offload_training(model, weights=True, activations=False)
+    for batch in batches(3, device):
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            model(batch[0])
+    demanded = taken_on_demand(monkeypatch)
+    for batch in batches(3, device):
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            model(batch[0])
+    assert len(demanded) <= 6
+
+
+def test_disk_takes_activations_too(device: str) -> None:
+    for options in ({"activations": "disk"}, {"activations": "disk", "recompute": True, "weights": True}):
+        model = compare(Net, device, options, steps=4)
+        file = activations_of(model).file
+        assert file is not None
+        assert file.nbytes > 0
+
+
+# The budget.
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_budget_is_met_with_what_one_step_showed(
+    device: str, weights: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(Net, device, {"memory": "8GiB", "weights": weights}, steps=4)
+    assert "blocks.0 to blocks.5" in capsys.readouterr().out
+
+
+def test_a_budget_is_measured_in_one_step_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Net()
+    overspill.offload_training(model, memory="100KB")
+    for step, batch in enumerate(batches(4, "cpu")):
+        with torch.no_grad():
+            model(batch[0])
+        plainly(model, batch, step)
+        assert capsys.readouterr().out.count("expected") == (step == 2)
+
+
+def test_a_budget_too_small_is_told_after_it_was_measured() -> None:
+    model = Net()
+    overspill.offload_training(model, memory=100)
+    batch = next(batches(1, "cpu"))
+    plainly(model, batch, 0)
+    plainly(model, batch, 1)
+    with pytest.raises(BudgetError, match="at the least"):
+        plainly(model, batch, 2)
+    overspill.restore(model)
+    plainly(model, batch, 3)
+
+
+def test_what_a_block_was_replayed_from_is_gone_with_its_graph(device: str) -> None:
+    model = Net().to(device)
+    overspill.offload_training(model, recompute=True)
+    alive: list[int] = []
+    model.embed.weight.register_hook(lambda _: alive.append(len(activations_of(model)._known)))  # the last gradient
+    plainly(model, next(batches(1, device)), 0)
+    assert alive[0] <= 2, "inputs of blocks whose backward is over"
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": -1}, "6 blocks, so it can be 0 to 5"),
+        ({"layers": 6}, "6 blocks, so it can be 0 to 5"),
+        ({"layers": True}, "out of range"),
+        ({"layers": "blocks.1"}, r"write \['blocks.1'\]"),
+        ({"layers": ["blocks.9"]}, "Near: blocks"),
+        ({"layers": []}, "empty list"),
+        ({"layers": ["blocks.1", "blocks.1.up"]}, "Name one of the two"),
+        ({"activations": False}, "both off"),
+        ({"activations": False, "recompute": True}, "both off"),
+        ({"memory": "1GiB", "layers": 2}, "layers has no effect"),
+        ({"memory": "1GiB", "recompute": True}, "recompute has no effect"),
+        ({"weights": "disk"}, "frozen weights"),
+        ({"weights": "cpu"}, "True for host memory"),
+        ({"activations": "host"}, "True for host memory"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    model = Net()
+    with pytest.raises(PlanError, match=message):
+        overspill.offload_training(model, **options)
+    assert managed(model) is None
+
+
+def test_without_blocks_it_says_what_to_pass() -> None:
+    model = nn.Sequential()
+    model.add_module("one", Block())
+    with pytest.raises(PlanError, match=r"layers=\[...\] with dotted paths of its modules \(at the top: 'one'\)"):
+        overspill.offload_training(model)
+
+
+def test_a_model_that_is_offloaded_for_inference_is_refused() -> None:
+    model = Net()
+    overspill.offload(model, to="disk", modules=["blocks.0"], min_bytes=0)
+    with pytest.raises(StateError, match="Restore them first"):
+        overspill.offload_training(model)
+
+
+def test_a_model_in_training_is_not_set_up_again_nor_in_parts() -> None:
+    model = Net()
+    overspill.offload_training(model, weights=True)
+    for refused in (
+        lambda: overspill.offload_training(model),
+        lambda: overspill.offload(model, to="disk", modules=["blocks.5"], min_bytes=0),
+        lambda: overspill.restore(model, modules=["blocks.1"]),
+    ):
+        with pytest.raises(StateError, match="End that first"):
+            refused()
+    plainly(model, next(batches(1, "cpu")), 0)
+
+
+def test_an_optimizer_of_a_copy_is_found_out_at_its_step() -> None:
+    gc.collect()  # models of other tests, which may look like a twin of this one
+    model = Net()
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    overspill.offload_training(model, weights=True)
+    optimizer.step()
+    plainly(model, next(batches(1, "cpu")), 0)
+    optimizer.step()  # once may be
+    with pytest.raises(StateError, match=r"Make it anew from model.parameters\(\)"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    overspill.restore(model)
+    plainly(model, next(batches(1, "cpu")), 0)
+    optimizer.step()
+
+
+def test_optimizers_of_other_models_are_left_alone() -> None:
+    model, other = Net(), Net()
+    overspill.offload_training(model, weights=True)
+    batch = next(batches(1, "cpu"))
+    plainly(model, batch, 0)
+    plainly(other, batch, 0)
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_an_optimizer_remembers_follows_the_weights_there_and_back(device: str, fused: bool) -> None:
+    model = Net().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+
+    def step() -> None:
+        plainly(model, next(batches(1, device)), 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    overspill.offload_training(model, weights=True)
+    step()
+    overspill.restore(model)
+    step()
+    assert all(state["exp_avg"].device.type == torch.device(device).type for state in optimizer.state.values())
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+def test_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(StateError, match="inference_mode"):
+        overspill.offload_training(Net())
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with overspill.empty_weights():
+        model = Net()
+    with pytest.raises(StateError, match="meta device"):
+        overspill.offload_training(model)
+
+
+@pytest.mark.gpu
+def test_too_little_host_memory_is_told_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net().to("cuda:0")
+    monkeypatch.setattr("overspill.training.offload.free_memory", lambda device: 100)
+    with pytest.raises(BudgetError, match="of host memory"):
+        overspill.offload_training(model, weights=True)
+    assert managed(model) is None
+
+
+def test_a_block_that_does_another_thing_when_recomputed_is_named(device: str) -> None:
+    class Fickle(Block):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x[:, :3] if self.calls > 1 else x, mask=None).sum(1, keepdim=True) + x
+
+    model = Net().to(device)
+    model.blocks[2] = Fickle().to(device)
+    overspill.offload_training(model, recompute=True)
+    with pytest.raises(StateError, match=r"blocks\.2 saved other tensors"):
+        plainly(model, next(batches(1, device)), 0)
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "all"])
+def test_a_weight_edited_before_its_block_is_recomputed_raises(device: str, strategy: str) -> None:
+    model = Net().to(device)
+    overspill.offload_training(model, **STRATEGIES[strategy])
+    loss = loss_of(model, next(batches(1, device)))
+    with torch.no_grad():
+        model.get_parameter("blocks.1.up.weight").mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_a_tensor_edited_inside_a_block_raises_as_in_eager(device: str, strategy: str) -> None:
+    class Edits(Block):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            y = torch.sigmoid(self.norm(x))
+            z = y.exp() + super().forward(x, mask)
+            y.mul_(2)
+            return z
+
+    model = Net().to(device)
+    model.blocks[2] = Edits().to(device)
+    overspill.offload_training(model, **STRATEGIES[strategy])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plainly(model, next(batches(1, device)), 0)
+
+
+# The end.
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_restore_leaves_an_ordinary_model(device: str, strategy: str) -> None:
+    reference, model = pair(Net, device)
+    parameters = list(model.parameters())
+    overspill.offload_training(model, **STRATEGIES[strategy])
+    train(model, device, steps=2)
+    train(reference, device, steps=2)
+    overspill.restore(model)
+    assert all(ours is before for ours, before in zip(model.parameters(), parameters, strict=True))
+    for module in model.modules():
+        assert module._compiled_call_impl is None
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert "forward" not in module.__dict__
+        assert "_overspill" not in module.__dict__
+        assert "__reduce_ex__" not in module.__dict__
+    assert all(type(p) is nn.Parameter and p.device.type == torch.device(device).type for p in model.parameters())
+    assert_same(train(model, device, steps=2), train(reference, device, steps=2))
+    pickle.loads(pickle.dumps(model))
+
+
+def test_copies_of_a_model_in_training_are_ordinary(device: str) -> None:
+    model = Net().to(device)
+    overspill.offload_training(model, weights=True, recompute=True)
+    plainly(model, next(batches(1, device)), 0)
+    twin = copy.deepcopy(model)
+    assert managed(twin) is None
+    assert all(type(p) is nn.Parameter for p in twin.parameters())
+    assert managed(model) is not None
+
+
+def test_a_graph_may_outlive_the_end(device: str) -> None:
+    reference, model = pair(Net, device)
+    batch = next(batches(1, device))
+    overspill.offload_training(model, recompute=True)
+    torch.manual_seed(3)
+    loss = loss_of(model, batch)
+    overspill.restore(model)
+    loss.backward()
+    torch.manual_seed(3)
+    plainly(reference, batch, 0)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+# Two hundred steps.
+
+
+@pytest.mark.parametrize("strategy", ["activations", "weights", "all"])
+def test_memory_is_flat_over_two_hundred_steps(device: str, strategy: str) -> None:
+    model = Net(3).to(device)
+    overspill.offload_training(model, **STRATEGIES[strategy])
+    pinned, process, on_device = [], [], []
+    for step, batch in enumerate(batches(200, device)):
+        plainly(model, batch, step)
+        model.zero_grad()
+        if step in (60, 199):
+            gc.collect()
+            pinned.append(activations_of(model).pinned_bytes)
+            process.append(psutil.Process().memory_info().rss)
+            on_device.append(torch.cuda.memory_allocated() if device != "cpu" else 0)
+    assert pinned[1] == pinned[0]
+    assert on_device[1] <= on_device[0]
+    assert process[1] <= process[0] + (8 << 20)
+    assert len(activations_of(model)._order) < 100

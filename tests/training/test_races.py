@@ -1,0 +1,116 @@
+"""Trainings whose copies are slow at random, and whose freed memory is overwritten at once: still the same bits.
+
+Whoever reads before a copy has ended, or frees too early, finds NaN.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from overspill import slab, transfer
+from overspill.devices import HostPages, host_bytes
+from overspill.training.activations import Activations, Limits
+from training.loops import STRATEGIES, Net, compare
+
+POISON = 0xFF  # in each byte: a NaN of every floating-point dtype
+
+
+@pytest.fixture(
+    params=["fast", pytest.param("slow", marks=pytest.mark.gpu), pytest.param("mixed", marks=pytest.mark.gpu)]
+)
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How long the copies that follow take: each waits on its stream first."""
+    chance = random.Random(5)
+    cycles: Callable[[], int] = {
+        "slow": lambda: 2_000_000,
+        "fast": lambda: 0,
+        "mixed": lambda: chance.choice([0, 100_000, 2_000_000]),
+    }[request.param]
+    on = transfer._on
+
+    @contextlib.contextmanager
+    def slowly(stream: torch.Stream | None) -> Iterator[None]:
+        with on(stream):
+            if stream is not None and (wait := cycles()):
+                torch.cuda._sleep(wait)
+            yield
+
+    monkeypatch.setattr(transfer, "_on", slowly)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _ranges_are_poisoned_when_they_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = slab._Arena._collect
+
+    def poisoning(self: Any) -> None:
+        for gap in list(self._returned):
+            if isinstance(self.memory, HostPages):
+                for event in gap.events:
+                    event.synchronize()
+                host_bytes(self.memory)[gap.start : gap.end].fill_(POISON)
+            else:
+                self.memory[gap.start : gap.end].fill_(POISON)
+        collect(self)
+
+    monkeypatch.setattr(slab._Arena, "_collect", poisoning)
+
+
+@pytest.fixture(autouse=True)
+def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, wait = transfer.Departure.ended, transfer.Departure.wait
+
+    def overwrite(departure: Any, had: bool, device: torch.device | None) -> None:
+        if had and departure._source is None and device is not None and device.type == "cuda":
+            torch.full((departure.nbytes,), POISON, dtype=torch.uint8, device=device)
+
+    def letting_go(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def with_poison(self: Any) -> Any:
+            device = None if self._source is None else self._source.device
+            result = call(self)
+            overwrite(self, device is not None, device)
+            return result
+
+        return with_poison
+
+    monkeypatch.setattr(transfer.Departure, "ended", letting_go(ended))
+    monkeypatch.setattr(transfer.Departure, "wait", letting_go(wait))
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_training_has_the_same_bits(device: str, strategy: str, copies: str) -> None:
+    compare(Net, device, STRATEGIES[strategy], steps=5)
+
+
+@pytest.mark.gpu
+def test_whoever_does_not_wait_for_what_came_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The amplifier itself: without that wait, gradients are wrong."""
+    monkeypatch.setattr(transfer, "_on", _slowly)
+    monkeypatch.setattr("overspill.training.activations.current_stream_waits", lambda device, event: None)
+    x = torch.randn(64, 64, device="cuda:0", requires_grad=True)
+
+    def compute() -> torch.Tensor:
+        y = x
+        for _ in range(8):
+            y = y.sigmoid().exp()
+        return y.sum()
+
+    (expected,) = torch.autograd.grad(compute(), x)
+    activations = Activations(x.device, Limits(small=0, held=0, ahead=1 << 20))
+    with activations.saving():
+        loss = compute()
+    (found,) = torch.autograd.grad(loss, x)
+    torch.cuda.synchronize()  # before what was not waited for is overwritten by others
+    assert not torch.equal(found, expected)
+
+
+@contextlib.contextmanager
+def _slowly(stream: torch.Stream | None) -> Iterator[None]:
+    with contextlib.nullcontext() if stream is None else stream:
+        if stream is not None:
+            torch.cuda._sleep(2_000_000)
+        yield
