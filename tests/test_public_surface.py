@@ -11,6 +11,7 @@ import overspill
 import overspill.errors
 
 PUBLIC_NAMES = [
+    "HostAdamW",
     "Offloaded",
     "Plan",
     "__version__",
@@ -23,9 +24,11 @@ PUBLIC_NAMES = [
     "offload_activations",
     "offload_training",
     "plan",
+    "report",
     "restore",
     "save",
     "state_dict",
+    "trace",
 ]
 OPTIONAL_LIBRARIES = ["accelerate", "matplotlib", "peft", "rich", "transformers", "typer"]
 

@@ -9,17 +9,21 @@ from overspill.api import (
     offload_activations,
     offload_training,
     plan,
+    report,
     restore,
     save,
     state_dict,
+    trace,
 )
 from overspill.offloading import Offloaded
 from overspill.plan import Plan
 from overspill.skeleton import empty_weights
+from overspill.training.host_adamw import HostAdamW
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "HostAdamW",
     "Offloaded",
     "Plan",
     "__version__",
@@ -32,7 +36,9 @@ __all__ = [
     "offload_activations",
     "offload_training",
     "plan",
+    "report",
     "restore",
     "save",
     "state_dict",
+    "trace",
 ]

@@ -19,8 +19,10 @@ from overspill.matching import match
 from overspill.offloading import Offloaded, changing, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
 from overspill.planner import make_plan
+from overspill.reporting import Report, report_of
 from overspill.saving import StateDict, outputs_of, save_model
 from overspill.tensors import tensor_groups
+from overspill.tracing import trace_model
 from overspill.training.offload import activations_offloaded, offload_for_training
 
 
@@ -380,3 +382,20 @@ def offload_activations(
         double_buffering: As in `offload_training`.
     """
     return activations_offloaded(to=to, min_bytes=min_bytes, double_buffering=double_buffering)
+
+
+def trace(model: nn.Module, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Within the context, record what is read, copied, waited for and computed, and write a timeline to `path`.
+
+    The file is for https://ui.perfetto.dev or chrome://tracing. Costs a little time, and memory for each event.
+    """
+    return trace_model(model, path)
+
+
+def report(model: nn.Module) -> Report:
+    """What is where, what was moved since the model is managed, and how well that was foreseen.
+
+    `print(overspill.report(model))`, or `overspill.report(model).save("report.html")` for a page with pictures; after a
+    `trace`, with a timeline.
+    """
+    return report_of(model)

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from overspill.devices import CPU
+from overspill.devices import CPU, Moment
 from overspill.gate import Gate, Ticket
 from overspill.graph import saving_weights_as_notes
 from overspill.homes import ComputingOn
 from overspill.movement import tensors_in, to_device
+from overspill.recording import COMPUTE, Counts
 from overspill.residency import Residency, Root, Use
 
 Call = Callable[..., Any]
@@ -49,6 +50,7 @@ class UnitScope:
         self._residency = residency
         self._use = Use(root)
         self._stack = ExitStack()
+        self._begun: Moment | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._residency.acquire(self._use)
@@ -56,9 +58,12 @@ class UnitScope:
             parts = self._residency.loans(self._use)
             self._stack.enter_context(saving_weights_as_notes(parts))
         device = self._residency.device
-        return (args, kwargs) if device == CPU else _moved((args, kwargs), device)
+        moved = (args, kwargs) if device == CPU else _moved((args, kwargs), device)
+        self._begun = self._residency.now()
+        return moved
 
     def leave(self, output: Any) -> Any:
+        self._residency.note(COMPUTE, self._use.root.path, self._begun)
         try:
             self._stack.close()
         finally:
@@ -82,8 +87,11 @@ class AlignScope:
 class ModelScope:
     """Around a call of the whole model: inputs come to the compute device, outputs go back where the inputs were."""
 
-    def __init__(self, device: torch.device, skip: Collection[str], before: Callable[[], None]) -> None:
-        self._device, self._skip = device, skip
+    def __init__(
+        self, device: torch.device, skip: Collection[str], before: Callable[[], None], counts: Counts | None = None
+    ) -> None:
+        self._device, self._skip, self._counts = device, skip, counts
+        self._begun: Moment | None = None
         self._back: torch.device | None = None
         self._computing = ComputingOn(device)
         self._entered = False
@@ -92,6 +100,7 @@ class ModelScope:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._computing.__enter__()
         self._entered = True
+        self._begun = None if self._counts is None else Moment(self._device)
         if self._device == CPU:
             return args, kwargs
         first = next(tensors_in((args, {k: v for k, v in kwargs.items() if k not in self._skip})), None)
@@ -101,6 +110,8 @@ class ModelScope:
     def leave(self, output: Any) -> Any:
         if self._entered:
             self._computing.__exit__()
+        if self._counts is not None and self._begun is not None and output is not None:
+            self._counts.end_pass(self._begun, Moment(self._device))
         return output if self._back is None else to_device(output, self._back, self._skip)
 
 

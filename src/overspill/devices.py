@@ -337,14 +337,15 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Moment:
-    """A moment in the work of a device: now on the CPU, else when the current stream gets here."""
+    """A moment in the work of a device: now on the CPU, else when a stream, usually the current one, gets here."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
+        self.device = None if device.type == "cpu" else device
         self._seconds = time.perf_counter()
         self._event: torch.Event | None = None
-        if device.type != "cpu":
+        if self.device is not None:
             self._event = torch.Event(device=device, enable_timing=True)
-            self._event.record(torch.accelerator.current_stream(device))
+            self._event.record(torch.accelerator.current_stream(device) if stream is None else stream)
 
     def seconds_since(self, earlier: "Moment") -> float:
         """Of the device's time, once it has come past both."""

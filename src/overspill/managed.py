@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -16,6 +16,7 @@ from overspill.files import Files
 from overspill.gate import gate_of
 from overspill.homes import DiskTensor, HostTensor
 from overspill.plan import Plan, Tier
+from overspill.recording import Counts, Span
 from overspill.rehoming import Origin
 from overspill.residency import Residency, Root
 from overspill.slab import Window
@@ -86,6 +87,9 @@ class Managed:
         self.stored_as = dict(stored_as or {})
         """By the id of a tensor: the name that the checkpoint it was loaded from has for it."""
         self.training = training
+        self.counts = Counts()
+        self.traced: Sequence[Span] = ()
+        """What the last trace has seen."""
         self.gate = gate_of(model)
         self.residencies: list[Residency] = []
         self._model = weakref.ref(model)
@@ -106,7 +110,7 @@ class Managed:
         plan = self.plan
         scopes: dict[nn.Module, list[Callable[[], Scope]]] = {}
         for device, roots in _roots(model, plan, self.units).items():
-            residency = Residency(roots, self.windows[device], self.transfers[device])
+            residency = Residency(roots, self.windows[device], self.transfers[device], self.counts)
             self.residencies.append(residency)
             for root in roots:
                 scopes.setdefault(root.module, []).append(partial(UnitScope, root, residency))
@@ -118,7 +122,7 @@ class Managed:
             for module, make_scope in self.training.scopes(self.refresh).items():
                 scopes.setdefault(module, []).insert(0, make_scope)
         if moves:  # around all others, also where the model is itself a unit
-            around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh)
+            around = partial(ModelScope, plan.device, _skipped_keys(model), self.refresh, self.counts)
             scopes.setdefault(model, []).insert(0, around)
         return scopes
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from overspill.devices import at_end_of_backward, current_stream, record_event, running_backward
+from overspill.devices import Moment, at_end_of_backward, current_stream, record_event, running_backward
 from overspill.errors import CheckpointError
+from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
 from overspill.slab import Slab, Window, extra_slab
 from overspill.store import Store
@@ -68,8 +69,9 @@ class Loan:
 class Residency:
     """The streamed units of one compute device, their window, and the order in which they come."""
 
-    def __init__(self, roots: Sequence[Root], window: Window, transfer: Transfer) -> None:
+    def __init__(self, roots: Sequence[Root], window: Window, transfer: Transfer, counts: Counts | None = None) -> None:
         self.device = window.device
+        self.counts = Counts() if counts is None else counts
         self.window = window
         self.transfer = transfer
         self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
@@ -103,8 +105,7 @@ class Residency:
                 self._drop_outdated(unit, users=1)
                 self._ensure_fetched(unit)
             self._prefetch(line)
-        for unit in root.units:
-            self._arrive(unit)
+        self._wait_for(root.path, root.units)
         with self._changed:
             for unit in root.units:
                 unit.make_live()
@@ -153,7 +154,7 @@ class Residency:
             with self._changed:
                 self._ensure_fetched(unit, may_wait=False)  # a forward that is under way may be waiting for us
                 self._prefetch(line)
-            self._arrive(unit)
+            self._wait_for(root.path, [unit])
             with self._changed:
                 unit.make_live()
                 unit.arrived_for = now
@@ -184,10 +185,34 @@ class Residency:
         return self._schedule.line()
 
     def _ensure_fetched(self, unit: StreamedUnit, *, may_wait: bool = True) -> None:
+        ready = unit.slab is not None and (unit.fetch is None or unit.fetch.arrived())
+        self.counts.count(ready=ready, under_way=unit.slab is not None)
         while unit.slab is None:
             slab = self._take(unit, may_wait=may_wait)
             if unit.slab is None:  # taking a slab may wait, and another thread may have been faster
-                unit.start(slab, self.transfer, DEMANDED)
+                self._start(unit, slab, DEMANDED)
+
+    def _start(self, unit: StreamedUnit, slab: Slab, priority: int) -> None:
+        unit.start(slab, self.transfer, priority)
+        assert unit.fetch is not None
+        self.counts.move("disk" if unit.store.reads_disk else "cpu", unit.fetch.nbytes)
+
+    def now(self) -> Moment | None:
+        """This moment, if somebody records."""
+        return None if self.transfer.recording is None else Moment(self.device)
+
+    def note(self, kind: str, what: str, start: Moment | None) -> None:
+        """Have the recording know what took place on the compute device since `start`."""
+        recording = self.transfer.recording
+        if recording is not None and start is not None:
+            recording.note(kind, what, f"{self.device}", start, Moment(self.device))
+
+    def _wait_for(self, what: str, units: Sequence[StreamedUnit]) -> None:
+        start = self.now()
+        with Stopwatch(self.counts):
+            for unit in units:
+                self._arrive(unit)
+        self.note(WAIT, what, start)
 
     def _arrive(self, unit: StreamedUnit) -> None:
         """Wait for the unit's bytes. What failed ahead of time is tried once more, now that it is needed."""
@@ -205,7 +230,7 @@ class Residency:
             with self._changed:
                 if unit.fetch is fetch:
                     assert unit.slab is not None
-                    unit.start(unit.slab, self.transfer, DEMANDED)
+                    self._start(unit, unit.slab, DEMANDED)
 
     def idle(self) -> None:
         """No call is under way."""
@@ -309,7 +334,7 @@ class Residency:
                 slab = self._room(unit, keep | self._kept)
                 if slab is None:
                     return
-                unit.start(slab, self.transfer, PREFETCHED)
+                self._start(unit, slab, PREFETCHED)
 
     def _drop_outdated(self, unit: StreamedUnit, users: int = 0) -> None:
         """Let go of a copy that was made before an optimizer's step, so that it is fetched anew in one piece."""

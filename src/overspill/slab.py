@@ -68,6 +68,7 @@ class Slab:
         self.memory = memory
         self.overwrite_after = events  # what whoever fills the slab must wait for
         self.uses = uses  # what whoever has these bytes next must wait for
+        self.name = ""  # of the unit that they are
 
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""

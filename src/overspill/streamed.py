@@ -91,6 +91,7 @@ class StreamedUnit:
         stamps = enumerate(self.store.stamps())
         self._stamps = [stamp if self.store.brings(index) else _NOT_FETCHED for index, stamp in stamps]
         self.slab, self.arrived_for = slab, None
+        slab.name = self.name
         self._transfer = transfer
         self.fetch = self.store.fetch(slab, transfer, priority)
 

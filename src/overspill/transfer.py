@@ -17,6 +17,7 @@ from overspill.config import MIB
 from overspill.devices import (
     CPU,
     OUR_THREADS,
+    Moment,
     buffer_of,
     current_stream_waits,
     new_stream,
@@ -25,6 +26,7 @@ from overspill.devices import (
     record_event,
 )
 from overspill.errors import CheckpointReadError
+from overspill.recording import COPY, READ, Recording
 from overspill.slab import HostPool, Slab
 
 CHUNK = 16 * MIB
@@ -66,6 +68,7 @@ class Fetch:
         self,
         device: torch.device,
         parts: int,
+        nbytes: int,
         *,
         uses: list[torch.Event] | None = None,
     ) -> None:
@@ -76,6 +79,7 @@ class Fetch:
         self._arrived: torch.Event | None = None
         self._uses = uses
         self._process = os.getpid()
+        self.nbytes = nbytes
         self.nbytes_done = 0
         self.error: BaseException | None = None
         self.cancelled = False
@@ -102,6 +106,10 @@ class Fetch:
     def cancel(self) -> None:
         """Nobody wants the rest: parts that have not started are skipped."""
         self.cancelled = True
+
+    def arrived(self) -> bool:
+        """Whether the bytes are there."""
+        return self._done.is_set() and self.error is None and (self._arrived is None or self._arrived.query())
 
     def finished(self) -> bool:
         return self._done.is_set() or os.getpid() != self._process
@@ -204,19 +212,22 @@ class Transfer:
         # Two streams: a copy from host memory must not queue behind one that still waits for the disk.
         self._host_copies = new_stream(device)
         self._disk_copies = new_stream(device)
+        self.recording: Recording | None = None  # set while somebody wants to know
         self._ring: _Ring | None = None
         self._host_link: HostLink | None = None
         self._lock = threading.Lock()
 
     def from_host(self, sources: Sequence[tuple[int, torch.Tensor]], slab: Slab) -> Fetch:
         """Copies of pinned bytes, each to its offset in the slab, once the slab's last users are done."""
-        fetch = Fetch(self.device, parts=1, uses=slab.uses)
+        nbytes = sum(source.nbytes for _, source in sources)
+        fetch = Fetch(self.device, 1, nbytes, uses=slab.uses)
         stream = self._host_copies
         with _on(stream), torch.inference_mode(False), torch.no_grad():
             _wait_all(stream, slab.overwrite_after)
-            for offset, source in sources:
-                slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
-        fetch.part_queued(stream, sum(source.nbytes for _, source in sources))
+            with self._noted(COPY, slab.name, f"{self.device}: copies from host memory", stream, nbytes):
+                for offset, source in sources:
+                    slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
+        fetch.part_queued(stream, nbytes)
         fetch.finish()
         return fetch
 
@@ -233,11 +244,12 @@ class Transfer:
         Where the targets lie in `slab`, the copies wait for the slab's last users.
         """
         chunks = [chunk for piece in pieces for chunk in piece.chunks()]
-        fetch = Fetch(self.device, len(chunks), uses=None if slab is None else slab.uses)
+        nbytes = sum(piece.nbytes for piece in pieces)
+        fetch = Fetch(self.device, len(chunks), nbytes, uses=None if slab is None else slab.uses)
         if slab is not None:
             _wait_all(self._disk_copies, slab.overwrite_after)
         for chunk in chunks:
-            _readers().submit(priority, _ChunkRead(self, chunk, reader, fetch))
+            _readers().submit(priority, _ChunkRead(self, chunk, reader, fetch, "" if slab is None else slab.name))
         return fetch
 
     def ring(self) -> _Ring:
@@ -254,18 +266,34 @@ class Transfer:
                 self._host_link = HostLink(self.device)
             return self._host_link
 
-    def land(self, piece: Piece, reader: RangeReader) -> None:
+    @contextlib.contextmanager
+    def _noted(self, kind: str, what: str, lane: str, stream: torch.Stream | None, nbytes: int) -> Iterator[None]:
+        """Have the recording, if there is one, know what happens within, on `stream` or here."""
+        recording = self.recording
+        if recording is None:
+            yield
+            return
+        device = CPU if stream is None else self.device
+        start = Moment(device, stream)
+        yield
+        recording.note(kind, what, lane, start, Moment(device, stream), nbytes)
+
+    def land(self, piece: Piece, reader: RangeReader, what: str) -> None:
         """Read one chunk and bring it to its target."""
         if piece.target.device == CPU:
-            _land_on_host(piece, reader)
+            with self._noted(READ, what, threading.current_thread().name, None, piece.nbytes):
+                _land_on_host(piece, reader)
             return
         ring = self.ring()
         chunk, copied = ring.take(), None
         try:
-            start = reader.read_aligned(piece.file, piece.offset, piece.nbytes, buffer_of(chunk))
+            with self._noted(READ, what, threading.current_thread().name, None, piece.nbytes):
+                start = reader.read_aligned(piece.file, piece.offset, piece.nbytes, buffer_of(chunk))
             source = _typed(chunk[start : start + piece.nbytes], piece.dtype)
             with _on(self._disk_copies):
-                piece.target.copy_(source, non_blocking=True)
+                lane = f"{self.device}: copies of what was read"
+                with self._noted(COPY, what, lane, self._disk_copies, piece.nbytes):
+                    piece.target.copy_(source, non_blocking=True)
                 copied = record_event(self.device, self._disk_copies)
         finally:
             ring.give(chunk, copied)
@@ -380,15 +408,15 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class _ChunkRead:
     """One chunk's task for a reader thread. Its references end with it, so a slab is free when its fetch is."""
 
-    def __init__(self, transfer: Transfer, piece: Piece, reader: RangeReader, fetch: Fetch) -> None:
-        self._transfer, self._piece, self._reader, self._fetch = transfer, piece, reader, fetch
+    def __init__(self, transfer: Transfer, piece: Piece, reader: RangeReader, fetch: Fetch, what: str) -> None:
+        self._transfer, self._piece, self._reader, self._fetch, self._what = transfer, piece, reader, fetch, what
 
     def __call__(self) -> None:
         piece, fetch, transfer = self._piece, self._fetch, self._transfer
         nbytes, error = piece.nbytes, None
         try:
             if not fetch.cancelled and fetch.error is None:
-                transfer.land(piece, self._reader)
+                transfer.land(piece, self._reader, self._what)
         except BaseException as failure:  # it belongs to the call that needs the data, not to this thread
             error = _without_frames(failure)
         last = fetch.part_queued(transfer.disk_stream, nbytes, error)
