@@ -10,6 +10,7 @@ not kept.
 import argparse
 import gc
 import json
+import logging
 import os
 import socket
 import sys
@@ -19,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; deterministic products need it
@@ -141,16 +144,38 @@ def saved_on_cpu(case: Case) -> Iterator[tuple[nn.Module, Step]]:
         yield model, offloaded
 
 
+def _torchtunes() -> Any:
+    """torchtune's class: from an installed torchtune, or from its wheel, unpacked to .peers, where torchao is missing.
+
+    Of what else its file imports it only asks whether tensors are of that kind, and none of ours is.
+    """
+    try:
+        from torchtune.training import OffloadActivations  # type: ignore[import-not-found]
+    except ImportError:
+        file = Path(__file__).parents[1] / ".peers" / "torchtune" / "training" / "_activation_offloading.py"
+        stands_for = {"torchao": {}, "torchao.dtypes": {}, "torchao.dtypes.nf4tensor": {"NF4Tensor": _Never}}
+        stands_for |= {"torchtune": {}, "torchtune.modules": {"TiedLinear": _Never}}
+        stands_for |= {"torchtune.utils": {"get_logger": logging.getLogger}}
+        for name, content in stands_for.items():
+            module = sys.modules.setdefault(name, ModuleType(name))
+            vars(module).update(content)
+        return vars(SourceFileLoader("torchtune_offloading", str(file)).load_module())["OffloadActivations"]
+    return OffloadActivations
+
+
+class _Never:
+    """A class without instances."""
+
+
 @contextmanager
 def torchtune(case: Case) -> Iterator[tuple[nn.Module, Step]]:
     """torchtune's context manager, with streams."""
-    from torchtune.training import OffloadActivations  # type: ignore[import-not-found]  # only where it is installed
-
+    offload_activations = _torchtunes()
     with plain(case) as (model, _):
         x = case.inputs()
 
         def step() -> None:
-            with OffloadActivations(use_streams=True):
+            with offload_activations(use_streams=True):
                 loss = model(x).float().square().mean()
             loss.backward()
 
