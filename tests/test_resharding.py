@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from overspill.checkpoint import open_checkpoint
-from overspill.errors import SaveError
+from overspill.errors import CheckpointChangedError, SaveError
 from overspill.resharding import reshard
 from support import run_program
 
@@ -260,6 +260,16 @@ def test_whenever_it_is_stopped_nothing_of_it_remains(
             reshard(source, target, max_shard_size="10KB", dtype=dtype, progress=False, go_on=go_on)
         assert listing(tmp_path) == before
         assert target.parent.exists() == existing
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(source: Path, tmp_path: Path) -> None:
+    def go_on() -> None:
+        with (source / "model.safetensors").open("ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(CheckpointChangedError):
+        reshard(source, tmp_path / "out", progress=False, go_on=go_on)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_killed_save_left_goes_with_the_next(source: Path, tmp_path: Path) -> None:

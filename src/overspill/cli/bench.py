@@ -219,11 +219,9 @@ class _Work:
 
     def _resident(self) -> nn.Module:
         """An ordinary model: what it takes to compute, and no more."""
-        model = overspill.load(self._skeleton(), self._file, max_memory=self._room(), progress=False)
-        return overspill.restore(model)
-
-    def _room(self) -> dict[int | str, int | str]:
-        return {str(self._device): 2 * self.nbytes}
+        model = self._skeleton()
+        plan = overspill.plan(model, {str(self._device): 2 * self.nbytes}, device=self._device)
+        return overspill.restore(overspill.load(model, self._file, plan, progress=False))
 
     def _passes(self, model: nn.Module, before: Callable[[], None] = lambda: None) -> tuple[float, ...]:
         """Seconds of some passes, after one that does not count."""

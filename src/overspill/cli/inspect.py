@@ -61,15 +61,17 @@ def _shown(found: Inspection, *, every: bool) -> Iterator[Any]:
         f"{found.path}: {len(found.tensors):,} tensors, {elements:,} elements, {format_size(total)} in "
         f"{len(found.shards)} file{'s' if len(found.shards) != 1 else ''}\n"
     )
-    rows = _every_tensor(found.tensors.values()) if every else _alike(found.tensors.values())
-    yield table(["tensor", "shape", "dtype", "size"], rows, right=["size"])
-    yield ""
-    files = [
-        (printable(shard.path.name), f"{len(shard.tensors):,}", format_size(shard.size), _dtypes(shard.tensors))
-        for shard in found.shards
-    ]
-    yield table(["file", "tensors", "size", "dtypes"], files, right=["tensors", "size"])
-    yield ""
+    if found.tensors:
+        rows = _every_tensor(found.tensors.values()) if every else _alike(found.tensors.values())
+        yield table(["tensor", "shape", "dtype", "size"], rows, right=["size"])
+        yield ""
+    if found.shards:
+        files = [
+            (printable(shard.path.name), f"{len(shard.tensors):,}", format_size(shard.size), _dtypes(shard.tensors))
+            for shard in found.shards
+        ]
+        yield table(["file", "tensors", "size", "dtypes"], files, right=["tensors", "size"])
+        yield ""
     if not found.problems:
         yield "No problems found."
     for problem in found.problems:

@@ -1,7 +1,7 @@
 """Options that several commands share, and how what people write is read."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -44,6 +44,11 @@ def parse_dtype(name: str) -> torch.dtype:
     return found
 
 
+def parse_device(text: str) -> int | str:
+    """A device's number, or its name."""
+    return int(text) if text.isdecimal() else text
+
+
 def parse_bytes(text: str) -> int:
     """A size of at least a byte."""
     try:
@@ -78,8 +83,13 @@ MaxMemory = Annotated[
     ),
 ]
 Device = Annotated[
-    str | None,
-    typer.Option(help="Where to compute: 0, cuda:1, cpu. Left out: the first GPU, or the CPU.", show_default=False),
+    Any | None,  # int | str, which typer would not take, parser or not
+    typer.Option(
+        parser=parse_device,
+        metavar="DEVICE",
+        help="Where to compute: 0, cuda:1, cpu. Left out: the first GPU, or the CPU.",
+        show_default=False,
+    ),
 ]
 # Eager: what goes wrong with the other options is told in the form that these ask for.
 Json = Annotated[

@@ -28,7 +28,10 @@ class Output:
         if not console.is_terminal:
             console.width = _WIDTH_OF_A_FILE
         for part in shown:
-            console.print(part, soft_wrap=isinstance(part, str | Text))
+            with console.capture() as printed:
+                console.print(part, soft_wrap=isinstance(part, str))
+            # Rich fills lines up with spaces, which would be in everybody's files.
+            typer.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
 
     def note(self, text: str) -> None:
         """Something beside the answer."""

@@ -59,7 +59,7 @@ def plan(
     output.result(document(made), str(made), f"\n{verdict(made)}")
 
 
-def plan_for(model: nn.Module, max_memory: Budget | None, device: str | None) -> Plan:
+def plan_for(model: nn.Module, max_memory: Budget | None, device: int | str | None) -> Plan:
     """The plan, also for devices that this machine does not have."""
     chosen = None if device is None else as_device(device)
     places = {} if max_memory is None else {as_place(key, what="--max-memory"): key for key in max_memory}

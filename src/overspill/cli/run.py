@@ -12,10 +12,10 @@ from overspill.cli.memory import PeakMemory
 from overspill.cli.options import Debug, Device, Json, MaxMemory, parse_dtype
 from overspill.cli.output import Output
 from overspill.config import format_size
-from overspill.devices import compute_device
 from overspill.integrations.generating import Generated, Sampling, encode, generate, generating_class, tokenizer_of
 from overspill.managed import managed
 from overspill.plan import Plan
+from overspill.planner import read_budget
 
 
 def run(
@@ -57,7 +57,7 @@ def run(
     model_class, tokenizer = generating_class(path), tokenizer_of(path)
     inputs = encode(tokenizer, prompt, chat=chat, path=path)
     words = _Words(wanted=sys.stdout.isatty() if stream is None else stream, err=output.as_json)
-    with PeakMemory(compute_device(device)) as peak:
+    with PeakMemory(read_budget(max_memory, device=device).device) as peak:
         model = overspill.from_pretrained(model_class, path, max_memory=max_memory, dtype=dtype, device=device)
         generated = generate(model, tokenizer, inputs, sampling, words.show)
     words.end()
