@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.text import Text
 from torch import nn
 
 import overspill
@@ -242,7 +243,7 @@ def _slower(moving: float, way: str, compute: float) -> tuple[float, str]:
     return (moving, way) if moving >= compute else (compute, "compute")
 
 
-def _shown(rates: Rates, figures: list[Figure], peer: Peer | None) -> Iterator[Any]:
+def _shown(rates: Rates, figures: list[Figure], peer: Peer | None) -> Iterator[str | Text]:
     named = [
         ("link, pinned memory to device", rates.link),
         ("disk, direct reads", rates.direct),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from overspill.checkpoint import StoredTensor, open_checkpoint
 from overspill.checkpoint.inspection import Inspection, inspect_checkpoint
@@ -54,7 +55,7 @@ def _compare_with_model(found: Inspection) -> None:
         found.note("error", folder, str(error))
 
 
-def _shown(found: Inspection, *, every: bool) -> Iterator[Any]:
+def _shown(found: Inspection, *, every: bool) -> Iterator[str | Text]:
     total = sum(tensor.nbytes for tensor in found.tensors.values())
     elements = sum(tensor.spec.numel for tensor in found.tensors.values())
     yield (
