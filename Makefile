@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO_MODEL := .demo/SmolLM2-135M-Instruct
 CODE := $(wildcard src tests examples benchmarks)
 # The system's Python may have the only torch that sees the GPU, so gpu-test builds no environment of its own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
@@ -21,8 +22,8 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## run a model several times larger than its memory budget
-	$(BIN)/python examples/demo.py
+demo: $(INSTALLED) $(DEMO_MODEL) ## have a language model answer within a fraction of its memory
+	$(BIN)/python examples/demo.py --model $(DEMO_MODEL)
 
 # One after the other, also under `make -j`: the cheap checks fail first.
 test: ## everything that a change must pass: lint, then the tests that need no GPU
@@ -55,6 +56,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# Converted once: a newer .venv makes no other model of it.
+$(DEMO_MODEL): | $(INSTALLED)
+	@$(BIN)/python examples/smollm2.py $@
+
 clean: ## remove what make made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +

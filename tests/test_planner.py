@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import overspill
 from overspill import devices
 from overspill.config import GIB, MIB
-from overspill.errors import BudgetError, PlanError
+from overspill.errors import BudgetError, PlanError, SaveError
 from overspill.plan import Plan, Rates, Tier
 from overspill.planner import Budget, make_plan, plan_within, read_budget
 from overspill.tensors import tensor_groups
@@ -517,3 +518,51 @@ def test_planning_takes_time_in_proportion_to_the_units():
 
     seconds(200)
     assert seconds(8000) < 32 * seconds(1000), "eight times the units; a quadratic plan would take 64 times as long"
+
+
+class Quantized(torch.Tensor):
+    """A tensor around others, as quantization libraries make them."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> "Quantized":
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def __tensor_flatten__(self):
+        return ["values"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, metadata, size, stride):
+        return Quantized(inner["values"])
+
+    def __repr__(self):  # type: ignore[override]  # torch's reads values
+        return "Quantized()"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
+        if function is torch.ops.aten.detach.default:
+            return Quantized(args[0].values)
+        raise NotImplementedError(function)
+
+
+def quantized() -> nn.Module:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    model[1].weight = nn.Parameter(Quantized(torch.zeros(512, 512, dtype=torch.int8)), requires_grad=False)
+    return model
+
+
+def test_a_tensor_around_others_is_refused_by_name_when_it_would_be_offloaded():
+    with pytest.raises(PlanError, match=r"1\.weight is a Quantized.*resident"):
+        overspill.plan(quantized(), {"cpu": "1100KiB"})
+
+
+def test_a_tensor_around_others_can_be_resident():
+    assert overspill.plan(quantized(), {"cpu": "1GiB"}).streamed_bytes == 0
+
+
+def test_a_tensor_around_others_is_refused_by_name_when_it_is_to_be_saved(tmp_path):
+    with pytest.raises(SaveError, match=r"1\.weight is a Quantized"):
+        overspill.save(quantized(), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()

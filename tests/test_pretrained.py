@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 import overspill
-from overspill.errors import CheckpointMismatchError, CheckpointNotFoundError, PlanError, SaveError
+from overspill.errors import BudgetError, CheckpointMismatchError, CheckpointNotFoundError, PlanError, SaveError
 from overspill.homes import DiskTensor, HostTensor
 
 transformers = pytest.importorskip("transformers")
@@ -365,3 +365,76 @@ def test_an_option_without_a_meaning_here_is_refused_with_the_one_that_has_it(
 def test_a_dtype_that_torch_does_not_have(stored: Path) -> None:
     with pytest.raises(PlanError, match="float13"):
         load(stored, dtype="float13")
+
+
+# ---------------------------------------------------------------- room for what a model remembers
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(intermediate_size=48, num_key_value_heads=2, **SMALL),
+        transformers.LlamaConfig(intermediate_size=48, head_dim=16, **SMALL),
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4),
+        transformers.MistralConfig(intermediate_size=48, num_key_value_heads=2, sliding_window=None, **SMALL),
+        transformers.Qwen2Config(intermediate_size=48, num_key_value_heads=2, **SMALL),
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize(("context", "batch"), [(8, 1), (21, 3)])
+def test_a_plan_leaves_the_room_that_the_cache_will_take(config: Any, context: int, batch: int) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        cache = model(torch.zeros(batch, context, dtype=torch.long)).past_key_values
+    taken = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    budget: dict[int | str, int | str] = {"cpu": 1 << 30}
+    planned = overspill.plan(model, budget, context=context, batch=batch, headroom="1MiB")
+    assert planned.headroom == {torch.device("cpu"): taken + (1 << 20)}
+    assert overspill.plan(model, budget, context=context, batch=batch).headroom == {torch.device("cpu"): taken}
+
+
+def test_compressed_keys_and_values_get_room_enough() -> None:
+    model = deepseek()
+    with torch.no_grad():
+        cache = model(IDS).past_key_values
+    taken = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    plan = overspill.plan(model, {"cpu": "1GiB"}, context=IDS.numel())
+    assert taken <= plan.headroom[torch.device("cpu")] <= 4 * taken
+
+
+def test_a_layer_that_slides_remembers_no_more_than_its_window() -> None:
+    config = transformers.Gemma2Config(
+        intermediate_size=48, num_key_value_heads=2, head_dim=8, sliding_window=4, **SMALL
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    kinds = Counter(config.layer_types)
+    tokens = kinds["full_attention"] * 100 + kinds["sliding_attention"] * 4
+    plan = overspill.plan(model, {"cpu": "1GiB"}, context=100)
+    assert plan.headroom == {torch.device("cpu"): tokens * 2 * 2 * 8 * model.dtype.itemsize}
+
+
+def test_more_to_remember_leaves_less_for_weights(stored: Path) -> None:
+    budget: dict[int | str, int | str] = {"cpu": "90KiB"}
+    plans = [
+        overspill.from_pretrained(
+            transformers.AutoModelForCausalLM, stored, max_memory=budget, context=context
+        )._overspill.plan
+        for context in (None, 60)
+    ]
+    assert plans[1].disk_bytes > plans[0].disk_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"batch": 4}, "context"), ({"context": 0}, "at least 1"), ({"context": 10**9}, "leaves nothing")],
+)
+def test_room_that_cannot_be_meant_or_given(stored: Path, options: dict[str, int], reason: str) -> None:
+    with pytest.raises((PlanError, BudgetError), match=reason):
+        overspill.from_pretrained(transformers.AutoModelForCausalLM, stored, max_memory={"cpu": "100KiB"}, **options)
+
+
+def test_a_model_whose_memory_is_not_known_needs_headroom() -> None:
+    with pytest.raises(PlanError, match="headroom"):
+        overspill.plan(torch.nn.Linear(4, 4), {"cpu": "1GiB"}, context=8)

@@ -11,7 +11,7 @@ from overspill.checkpoint import CheckpointIndex, open_checkpoint
 from overspill.devices import compute_device
 from overspill.errors import PlanError, StateError
 from overspill.integrations.pretrained import skeleton_from_pretrained
-from overspill.integrations.transformers import converted
+from overspill.integrations.transformers import cache_bytes, converted
 from overspill.loading import Loader
 from overspill.managed import managed, managers_of
 from overspill.matching import match
@@ -30,6 +30,8 @@ def plan(
     dtype: torch.dtype | None = None,
     window: int | str | None = None,
     headroom: int | str | None = None,
+    context: int | None = None,
+    batch: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> Plan:
     """Decide where each part of `model` lives: on the compute device first, then in host memory, then on disk.
@@ -44,6 +46,9 @@ def plan(
         dtype: Plan for floating-point weights cast to this; pass the same to `load`.
         window: Device memory to stream through. None: room for a few blocks, within the budget if there is one.
         headroom: Bytes to leave free on the compute device for activations and caches.
+        context: Tokens of a text that is generated, prompt included: room for what a Transformers model remembers of
+            them (keys and values) is left beside the headroom.
+        batch: Texts that are generated at once. 1 if not given.
         device: Where to compute. None: the first accelerator, else the CPU.
     """
     return make_plan(
@@ -53,8 +58,17 @@ def plan(
         dtype=dtype,
         window=window,
         headroom=headroom,
+        cache=_cache(model, context, batch, dtype),
         device=device,
     )
+
+
+def _cache(model: nn.Module, context: int | None, batch: int | None, dtype: torch.dtype | None) -> int:
+    if context is None:
+        if batch is not None:
+            raise PlanError(f"batch={batch} has no effect without context, the tokens of each text. Pass both")
+        return 0
+    return cache_bytes(model, context, 1 if batch is None else batch, dtype)
 
 
 def load(
@@ -133,6 +147,8 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     window: int | str | None = None,
     headroom: int | str | None = None,
+    context: int | None = None,
+    batch: int | None = None,
     device: torch.device | str | int | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -149,13 +165,16 @@ def from_pretrained(
         dtype: Of floating-point weights. None: what the config says, else what is stored.
         window: As in `overspill.plan`.
         headroom: As in `overspill.plan`.
+        context: As in `overspill.plan`.
+        batch: As in `overspill.plan`.
         device: Where to compute. None: the first accelerator, else the CPU.
         offload_folder: As in `overspill.load`.
         progress: Show a bar with bytes and rate, on a terminal.
         options: Passed on: `attn_implementation`, `revision`, `trust_remote_code`, what the config is to have instead …
     """
     model, index = skeleton_from_pretrained(model_class, path, dtype, options)
-    plan = make_plan(model, max_memory, window=window, headroom=headroom, device=device)
+    cache = _cache(model, context, batch, None)
+    plan = make_plan(model, max_memory, window=window, headroom=headroom, cache=cache, device=device)
     return _load(
         model,
         index,

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place
+from overspill.tensors import tensor_groups
 from overspill.units import Cut, Unit, cutter, root_needs
 from overspill.windows import USUAL_DEPTH, ample_window, in_a_row, least_window, neediest, usual_window
 
@@ -45,14 +47,30 @@ def make_plan(
     dtype: torch.dtype | None = None,
     window: int | str | None = None,
     headroom: int | str | None = None,
+    cache: int = 0,
     device: torch.device | str | int | None = None,
 ) -> Plan:
-    """Plan `model` within `max_memory`: see `overspill.plan`."""
-    budget = read_budget(max_memory, headroom=headroom, device=device)
+    """Plan `model` within `max_memory`: see `overspill.plan`. `cache` is kept free beside the headroom."""
+    budget = read_budget(max_memory, headroom=headroom, cache=cache, device=device)
     cut_within = cutter(model, no_split_modules=no_split_modules, dtype=dtype)
     size = None if window is None else parse_size(window, what="window") // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
     plan = plan_within(budget, cut_within, window=size, rates=Rates.assumed(budget.device), dtype=dtype)
+    _refuse_wrappers(model, plan)
     return replace(plan, rates=Rates.of(budget.device)) if plan.streamed_bytes else plan
+
+
+def _refuse_wrappers(model: nn.Module, plan: Plan) -> None:
+    """Quantized weights are often tensors around tensors, whose bytes are not where a tensor's bytes are."""
+    groups = tensor_groups(model)
+    for placement in plan.placements:
+        if placement.tier is Tier.DEVICE:
+            continue
+        for name in placement.unit.tensors:
+            if is_traceable_wrapper_subclass(groups[name].tensor):
+                raise PlanError(
+                    f"{name} is a {type(groups[name].tensor).__name__}, a tensor around others, which can only be "
+                    "resident. Give the compute device more memory, or quantize into plain tensors"
+                )
 
 
 def plan_within(
@@ -91,35 +109,39 @@ def read_budget(
     max_memory: Mapping[int | str, int | str] | None = None,
     *,
     headroom: int | str | None = None,
+    cache: int = 0,
     device: torch.device | str | int | None = None,
 ) -> Budget:
     """`max_memory` as bytes a device. Hardware is asked only for what is left out: free memory, or the device."""
     kept = None if headroom is None else parse_size(headroom, what="headroom")
     if max_memory is None:
-        return _free_budget(devices.compute_device(device), kept, alone=device is not None)
+        return _free_budget(devices.compute_device(device), kept, cache, alone=device is not None)
     named = _named(max_memory)
     main = _main_device(named, device)
     _check_present(named, main, planned_for_elsewhere=device is not None and main not in devices.accelerators())
     others = sorted((d for d in named if d not in (main, devices.CPU)), key=lambda d: d.index)
     capacity = {d: named.get(d, 0) for d in dict.fromkeys([main, *others, devices.CPU])}
+    kept = (kept or 0) + cache
     if not kept:
         return Budget(device=main, capacity=capacity)
+    what = f"headroom={headroom!r}" if not cache else f"headroom of {format_size(kept)}, with that for the cache,"
     computing = [d for d in (main, *others) if capacity[d]]
     if not computing:
-        raise BudgetError(f"headroom={headroom!r} has no effect: max_memory gives {main} nothing. Leave it out")
+        raise BudgetError(f"{what} has no effect: max_memory gives {main} nothing. Leave it out")
     for d in computing:
         if capacity[d] <= kept:
-            raise BudgetError(f"headroom={headroom!r} leaves nothing of the {format_size(capacity[d])} for {d}")
+            raise BudgetError(f"{what} leaves nothing of the {format_size(capacity[d])} for {d}. Give it more")
         capacity[d] -= kept
     return Budget(device=main, capacity=capacity, headroom=dict.fromkeys(computing, kept))
 
 
-def _free_budget(main: torch.device, kept: int | None, *, alone: bool) -> Budget:
+def _free_budget(main: torch.device, kept: int | None, cache: int, *, alone: bool) -> Budget:
     others = [] if alone or main.type == "cpu" else [d for d in devices.accelerators() if d != main]
     capacity, headroom = {}, {}
     for d in dict.fromkeys([main, *others, devices.CPU]):
         computes = d == main or d in others
         headroom[d] = kept if kept is not None and computes else max(GIB, devices.total_memory(d) // 10)
+        headroom[d] += cache if computes else 0
         capacity[d] = max(0, devices.free_memory(d) - headroom[d])
     if not capacity[main]:
         raise BudgetError(

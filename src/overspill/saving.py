@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.publishing import publish
@@ -216,14 +217,13 @@ class _Save:
         for name, (file, offset) in spots.items():
             output = self._outputs[name]
             size = output.spec.dtype.itemsize
-            for run in output.made_of.runs or ():
+            for position, run in output.made_of.stretches():
                 values = in_files(output.tensors[run.source])
                 if values is not None:
                     homes[id(values)] = values
                     parts.setdefault(id(values), []).append(
-                        (run.offset * size, FileSpan(file, offset, run.numel * size))
+                        (run.offset * size, FileSpan(file, offset + position * size, run.numel * size))
                     )
-                offset += run.numel * size
         there = {file: _is_there(file) for values in homes.values() for file in {span.file for span in values.spans}}
         for key, values in homes.items():
             spans = _side_by_side(parts[key], values.spec.nbytes)
@@ -263,6 +263,11 @@ def _is_there(file: SourceFile) -> bool:
 
 
 def _refuse_unstorable(name: str, tensor: torch.Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor):
+        raise SaveError(
+            f"{name} is a {type(tensor).__name__}, a tensor around others, and only its own library knows how to store "
+            "it. Save the model with that, before it is offloaded"
+        )
     kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
     if kind is not tensor.dtype or kind not in DTYPES.values():
         raise SaveError(

@@ -36,13 +36,19 @@ def empty_weights(include_buffers: bool = False) -> Iterator[None]:
     keeps its values there, and its twin in the new module has none. Only the calling thread is affected; contexts nest,
     and the inner one counts.
     """
+    with registered_on(torch.device("meta"), include_buffers), _NothingToInitialise():
+        yield
+
+
+@contextmanager
+def registered_on(device: torch.device, include_buffers: bool = False) -> Iterator[None]:
+    """Within the context, what modules register is on `device`, with its values there. See `empty_weights`."""
     enclosing = _this_thread.contexts
-    twins = enclosing[-1].twins if enclosing else WeakTensorKeyDictionary()
+    shared = next((context.twins for context in reversed(enclosing) if context.device == device), None)
     _install_hooks()
-    enclosing.append(_Context(include_buffers, twins))
+    enclosing.append(_Context(device, include_buffers, WeakTensorKeyDictionary() if shared is None else shared))
     try:
-        with _NothingToInitialise():
-            yield
+        yield
     finally:
         enclosing.pop()
         _remove_hooks()
@@ -50,9 +56,10 @@ def empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Context:
+    device: torch.device
     include_buffers: bool
-    # From each tensor that was registered to its twin on meta, so that a tensor registered twice stays one. Weak, or
-    # the real tensors would live as long as the context.
+    # From each tensor that was registered to its twin on the device, so that a tensor registered twice stays one. Weak,
+    # or the tensors would live as long as the context.
     twins: WeakTensorKeyDictionary
 
 
@@ -118,36 +125,36 @@ def _remove_hooks() -> None:
 
 def _on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
     contexts = _this_thread.contexts
-    return _twin_of(parameter, contexts[-1].twins) if contexts else None
+    return _twin_of(parameter, contexts[-1]) if contexts else None
 
 
 def _on_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
     contexts = _this_thread.contexts
     if not contexts or not contexts[-1].include_buffers or buffer is None:
         return None
-    return _twin_of(buffer, contexts[-1].twins)
+    return _twin_of(buffer, contexts[-1])
 
 
-def _twin_of(tensor: torch.Tensor, twins: WeakTensorKeyDictionary) -> torch.Tensor | None:
+def _twin_of(tensor: torch.Tensor, context: _Context) -> torch.Tensor | None:
     """What to register in place of `tensor`; None to register `tensor` itself."""
-    if tensor.is_meta or is_lazy(tensor):  # a lazy parameter has no shape yet, and no memory
-        return None
-    twin: torch.Tensor | None = twins.get(tensor)
+    if tensor.is_meta or tensor.device == context.device or is_lazy(tensor):
+        return None  # there already; without values to bring there; or without a shape yet, and without memory
+    twin: torch.Tensor | None = context.twins.get(tensor)
     if twin is None:
-        twin = twins[tensor] = _make_twin(tensor)
+        twin = context.twins[tensor] = _make_twin(tensor, context.device)
     return twin
 
 
-def _make_twin(tensor: torch.Tensor) -> torch.Tensor:
+def _make_twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     # Without overrides: a subclass's own `.to` may do more than move it (bitsandbytes quantizes).
     with torch._C.DisableTorchFunctionSubclass():
-        data = torch.Tensor.to(tensor.detach(), "meta")
+        data = torch.Tensor.to(tensor.detach(), device)
     if type(data) is torch.Tensor:
         # Not by the class's constructor, whose arguments are unknown. What it would have set is in __dict__.
         twin = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
         twin.__dict__.update(tensor.__dict__)
         return twin
-    # A wrapper around inner tensors, which it has moved to meta in its own way; its __dict__ holds the real ones.
+    # A wrapper around inner tensors, which it has moved in its own way; its __dict__ holds the real ones.
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(data, tensor.requires_grad)
     return data

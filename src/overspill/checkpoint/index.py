@@ -195,6 +195,8 @@ def _choose_in_folder(folder: Path) -> list[Path]:
         chosen = ["pytorch_model.bin.index.json"]
     elif "pytorch_model.bin" in names:
         chosen = ["pytorch_model.bin"]
+    elif indexes := [name for name in names if name == "index.json" or name.endswith(".index.json")]:
+        chosen = [_only(indexes, folder)]  # of whatever name, as Accelerate's callers write them
     elif pickles := ending(".bin", ".pt", ".pth"):
         chosen = [_only(pickles, folder)]
     else:
@@ -249,6 +251,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
             raise CheckpointCorruptError(f"{index} has {source.size} bytes, too many for an index. Give another file")
         document = parse_json_object(file.read(), index)
     weight_map = document.get("weight_map")
+    if "weight_map" not in document and any(isinstance(shard, str) for shard in document.values()):
+        weight_map = document  # all of it is the map: so Accelerate's guide writes an index by hand
     if not isinstance(weight_map, dict):
         raise CheckpointCorruptError(
             f'{index} has no "weight_map" that maps tensors to files, so it is not the index of a checkpoint. '

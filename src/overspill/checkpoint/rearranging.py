@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from overspill.config import MIB
 from overspill.tensors import TensorSpec
@@ -24,7 +25,7 @@ _LONG_RUN = MIB // 4
 """A tensor is gathered run by run where its runs are few, or as long as this on average: a read has its price."""
 
 _MOST_BOXES = 1 << 16
-_READ_AT_ONCE = 16 * MIB
+_READ_AT_ONCE = 8 * MIB  # the allocator keeps several blocks of this size
 
 Shape = tuple[int, ...]
 
@@ -120,10 +121,20 @@ class Rearrangement:
         found = [run for box, length in zip(self.boxes, lengths, strict=True) for run in _runs(box, length, self.spec)]
         return _joined(sorted(found, key=lambda run: run[0]), self.spec)
 
-    def rows(self, start: int, stop: int) -> "Rearrangement":
-        """A part of it along the first dimension."""
-        spec = TensorSpec((stop - start, *self.spec.shape[1:]), self.spec.dtype)
-        boxes = (box.clipped(0, start, stop) for box in self.boxes)
+    def stretches(self) -> Iterator[tuple[int, Run]]:
+        """Runs with their positions: all of them, or those of blocks that are one run, where there are too many."""
+        if self.runs is not None:
+            yield from zip(itertools.accumulate((run.numel for run in self.runs), initial=0), self.runs, strict=False)
+            return
+        for box in self.boxes:
+            if _run_length(box, self.spec.shape) == box.numel:
+                yield from _runs(box, box.numel, self.spec)
+
+    def part(self, dim: int, start: int, stop: int) -> "Rearrangement":
+        """A part of it along one dimension."""
+        shape = self.spec.shape
+        spec = TensorSpec((*shape[:dim], stop - start, *shape[dim + 1 :]), self.spec.dtype)
+        boxes = (box.clipped(dim, start, stop) for box in self.boxes)
         return Rearrangement(spec, tuple(box for box in boxes if box is not None))
 
     def fill(self, target: torch.Tensor, elements: Elements) -> None:
@@ -135,18 +146,28 @@ class Rearrangement:
             for box in boxes:
                 view = values.as_strided(box.shape, box.strides, values.storage_offset() + box.offset - low)
                 _region(target, box).copy_(view)
+            del values, view  # or they would live on while the next ones are read
 
     def chunks(self, elements: Elements) -> Iterator[torch.Tensor]:
         """All of it in order, flat, a few megabytes at a time."""
-        if self.spec.numel == 0:
-            return
-        shape = self.spec.shape or (1,)
-        step = max(1, _READ_AT_ONCE * shape[0] // self.spec.nbytes)
-        for start in range(0, shape[0], step):
-            part = self.rows(start, min(start + step, shape[0])) if self.spec.shape else self
+        for part in self._in_order():
             values = torch.empty(part.spec.shape, dtype=part.spec.dtype)
             part.fill(values, elements)
             yield values.view(-1)
+            del values
+
+    def _in_order(self, dim: int = 0) -> Iterator["Rearrangement"]:
+        """Parts that lie one after the other: some rows, or some rows of one row where that is large."""
+        nbytes = self.spec.nbytes
+        if nbytes == 0:
+            return
+        if nbytes <= _READ_AT_ONCE or dim == len(self.spec.shape):
+            yield self
+            return
+        size = self.spec.shape[dim]
+        step = max(1, _READ_AT_ONCE * size // nbytes)
+        for start in range(0, size, step):
+            yield from self.part(dim, start, min(start + step, size))._in_order(dim + 1)
 
     def _small_boxes(self) -> Iterator[Box]:
         most = _READ_AT_ONCE // self.spec.dtype.itemsize
@@ -176,11 +197,11 @@ def _region(target: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _read_together(boxes: list[Box], most: int) -> Iterator[list[Box]]:
-    """Boxes of one source whose elements lie among each other, as long as they span no more than `most`."""
+    """Boxes of one source whose elements lie among or behind each other, as long as they span no more than `most`."""
     together: list[Box] = []
     low, high = 0, 0
     for box in sorted(boxes, key=lambda box: (box.source, box.offset)):
-        joins = together and box.source == together[0].source and box.offset < high and box.end - low <= most
+        joins = together and box.source == together[0].source and box.offset <= high and box.end - low <= most
         if together and not joins:
             yield together
             together = []
@@ -252,7 +273,7 @@ class Traced(torch.Tensor):
         if len(boxes) > _MOST_BOXES:
             raise NotARearrangementError(f"it would be made of more than {_MOST_BOXES} blocks")
         traced: Traced = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
-        traced._boxes = tuple(boxes)
+        traced._boxes = tuple(box for box in boxes if box.numel)  # an empty one may lie beyond its source
         return traced
 
     @classmethod
@@ -271,10 +292,19 @@ class Traced(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub leaves out func
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         rule = _RULES.get(func)
-        if rule is None:
-            raise NotARearrangementError(f"{func} computes values, or its effect on them is not known")
-        return rule(*args, **(kwargs or {}))
+        if rule is not None:
+            return rule(*args, **kwargs)
+        made_of_others = func.decompose(*args, **kwargs)  # under inference_mode torch has not done that yet
+        if made_of_others is NotImplemented:
+            names = {
+                box.source for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Traced) for box in leaf._boxes
+            }
+            raise NotARearrangementError(
+                f"{func} of {', '.join(sorted(names)[:3])} computes values, or its effect on them is not known"
+            )
+        return made_of_others
 
 
 def _same(tensor: Traced, **_: Any) -> Traced:
@@ -282,9 +312,13 @@ def _same(tensor: Traced, **_: Any) -> Traced:
 
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    if len({(tensor.dtype, tensor.ndim) for tensor in tensors}) != 1:
-        raise NotARearrangementError(f"it joins {', '.join(str(TensorSpec.of(tensor)) for tensor in tensors)}")
+    if not all(isinstance(tensor, Traced) for tensor in tensors):
+        raise NotARearrangementError("it joins stored values with others")
+    if len({tensor.dtype for tensor in tensors}) != 1:
+        raise NotARearrangementError(f"it joins {_listed(tensors)}")
     dim %= tensors[0].ndim
+    if len({(*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :]) for tensor in tensors}) != 1:
+        raise RuntimeError(f"{_listed(tensors)} cannot be joined along dimension {dim}")
     boxes: list[Box] = []
     end = 0
     for tensor in tensors:
@@ -297,7 +331,13 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     return Traced(shape, tensors[0].dtype, boxes)
 
 
+def _listed(tensors: Sequence[torch.Tensor]) -> str:
+    return " and ".join(dict.fromkeys(str(TensorSpec.of(tensor)) for tensor in tensors))  # of hundreds most are alike
+
+
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
+    if len({tensor.shape for tensor in tensors}) != 1:
+        raise RuntimeError(f"{_listed(tensors)} cannot be stacked")
     dim %= tensors[0].ndim + 1
     return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
@@ -321,17 +361,15 @@ def _unbind(tensor: Traced, dim: int = 0) -> list[Traced]:
 
 
 def _split_with_sizes(tensor: Traced, sizes: Sequence[int], dim: int = 0) -> list[Traced]:
+    if sum(sizes) != tensor.shape[dim]:
+        raise RuntimeError(f"{TensorSpec.of(tensor)} cannot be split into {list(sizes)} along dimension {dim}")
     ends = list(itertools.accumulate(sizes))
     return [_slice(tensor, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _split(tensor: Traced, size: int, dim: int = 0) -> list[Traced]:
     total = tensor.shape[dim]
-    return [_slice(tensor, dim, start, min(start + size, total)) for start in range(0, total, size)]
-
-
-def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> list[Traced]:
-    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
+    return [_slice(tensor, dim, start, min(start + size, total)) for start in range(0, max(total, 1), size)]
 
 
 def _permute(tensor: Traced, dims: Sequence[int]) -> Traced:
@@ -377,6 +415,8 @@ def _squeeze(tensor: Traced, dims: Sequence[int] | int | None = None) -> Traced:
 def _view(tensor: Traced, shape: Sequence[int]) -> Traced:
     """Another shape over the same order: dimensions are joined and cut until they are the ones that are wanted."""
     wanted = _with_inferred(shape, tensor.numel())
+    if math.prod(wanted) != tensor.numel():
+        raise RuntimeError(f"{TensorSpec.of(tensor)} cannot have the shape {list(shape)}")
     if tensor.numel() == 0:
         return Traced(wanted, tensor.dtype, [])
     narrowed = _squeeze(tensor)
@@ -451,7 +491,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.unbind.int: _unbind,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
-    aten.chunk.default: _chunk,
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
     aten.t.default: _t,
@@ -461,5 +500,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dims: _squeeze,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
 }

@@ -3,6 +3,7 @@
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -54,7 +55,7 @@ def _refuse_what_has_no_meaning(options: Mapping[str, Any]) -> None:
     cures = {
         "device_map": "pass max_memory, or a plan to overspill.load",
         "quantization_config": "load it with Transformers, and pass the model to overspill.offload",
-        "gguf_file": "convert it once: Transformers' from_pretrained(gguf_file=...) and save_pretrained",
+        "gguf_file": "convert it once: load it with Transformers, then overspill.save and model.config.save_pretrained",
         "state_dict": "pass the path of the checkpoint",
         "torch_dtype": "pass dtype",
         "tp_plan": "overspill streams one model through one process",
@@ -216,7 +217,10 @@ def _refuse(*, state_dict: object, variant: str | None, others: dict[str, Any]) 
 def _save_the_rest(model: Any, folder: Path) -> None:
     """Config, generation config and code: Transformers writes them aside, without any weights, and they are moved."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".overspill-") as aside:
-        type(model).save_pretrained(model, aside, state_dict={})
+        with warnings.catch_warnings():
+            # An adopted model has a device map, from which Transformers infers that a whole shard would go to memory.
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            type(model).save_pretrained(model, aside, state_dict={})
         for file in sorted(Path(aside).iterdir()):
             if not file.name.endswith(_WEIGHTS):
                 file.replace(folder / file.name)

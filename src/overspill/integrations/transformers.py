@@ -19,11 +19,14 @@ from torch import nn
 from overspill.checkpoint.conversion import ConvertedTensor, Stored
 from overspill.checkpoint.index import CheckpointIndex
 from overspill.checkpoint.rearranging import NotARearrangementError, Rearrangement, Traced, as_they_are
-from overspill.errors import ConversionError
+from overspill.errors import ConversionError, PlanError
 from overspill.tensors import TensorSpec, tensor_groups
 
 _CONVERSIONS = "_weight_conversions"
 """The attribute in which Transformers keeps what it did when it loaded, to undo it when it saves."""
+
+_LOAD_ELSEWHERE = "Load the model with Transformers, and save it with save_original_format=False"
+_SAVE_AS_IT_IS = "Save it with original_format=False"
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -47,6 +50,44 @@ def keep_islands(model: nn.Module, dtype: torch.dtype) -> None:
             group.tensor.data = group.tensor.data.to(plan[patterns[found.lastgroup]])
 
 
+def cache_bytes(model: nn.Module, context: int, batch: int, dtype: torch.dtype | None) -> int:
+    """What `batch` texts of `context` tokens leave in a model's cache: keys and values of each layer."""
+    if context < 1 or batch < 1:
+        raise PlanError(f"context={context} and batch={batch} must be at least 1")
+    if not is_transformers_model(model):
+        raise PlanError(
+            f"what {type(model).__name__} remembers of {context} tokens is not known here. Pass headroom instead"
+        )
+    of_transformers: Any = model
+    config = of_transformers.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    tokens = sum(_remembered(kind, config, context) for kind in kinds)
+    kept_in: torch.dtype = dtype or of_transformers.dtype
+    return tokens * batch * _width(config) * kept_in.itemsize
+
+
+def _remembered(kind: str, config: Any, context: int) -> int:
+    """The tokens that a layer keeps keys and values of."""
+    if "linear" in kind or "mamba" in kind or "conv" in kind:
+        return 0  # a state of fixed size
+    limit = None
+    if kind == "sliding_attention":
+        limit = getattr(config, "sliding_window", None)
+    elif kind == "chunked_attention":
+        limit = getattr(config, "attention_chunk_size", None)
+    return context if limit is None else min(context, limit)
+
+
+def _width(config: Any) -> int:
+    """The elements of one token's keys and values in one layer, or more: some versions keep less of compressed ones."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * key_heads * head)
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A checkpoint's tensors by the model's names, each as the model has it."""
@@ -68,7 +109,9 @@ def converted(model: nn.Module, index: CheckpointIndex) -> Conversion:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         transforms = get_model_conversion_mapping(model)
-        tensors = dict(_converted(model, index, transforms))
+        tensors: dict[str, Stored] = {}
+        for name, stored in _converted(model, index, transforms):
+            tensors.setdefault(name, stored)  # of two keys for one tensor Transformers takes the first, too
     ignored = _ignored(model)
     known = model.state_dict().keys()
     wanted = {name: stored for name, stored in tensors.items() if name in known or not ignored.search(name)}
@@ -92,18 +135,50 @@ def _converted(model: nn.Module, index: CheckpointIndex, transforms: list[Any]) 
         elif pattern is None:
             yield name, index[key]
         else:
-            group = groups.setdefault(name, copy.deepcopy(by_pattern[pattern]))
-            group.add_tensor(name, key, pattern, Traced.source(key, index[key].spec))
+            if name not in groups:
+                groups[name] = copy.deepcopy(by_pattern[pattern])
+            groups[name].add_tensor(name, key, pattern, Traced.source(key, index[key].spec))
     for name, group in groups.items():
-        with _conversion(name, group):
-            made = group.convert(name, model=model, config=model.config)
-        for target, traced in made.items():
-            yield target, ConvertedTensor(target, _made_of(traced), index)
+        try:
+            with _following(f"{name} is made by {group}, which", _LOAD_ELSEWHERE, "The checkpoint is another model's"):
+                made = {key: _made_of(value) for key, value in _convert(group, name, model).items()}
+        except ConversionError:
+            _refuse_incomplete(model, index, transforms, [name])
+            raise
+        if any(key in state and tuple(state[key].shape) != part.spec.shape for key, part in made.items()):
+            _refuse_incomplete(model, index, transforms, list(made))
+        for key, part in made.items():
+            yield key, ConvertedTensor(key, part, index)
+
+
+def _convert(group: Any, name: str, model: nn.Module) -> dict[str, Any]:
+    made: dict[str, Any] = group.convert(name, model=model, config=model.config)
+    return made
 
 
 def _made_of(traced: Any) -> Rearrangement:
     rearrangement: Rearrangement = (traced[0] if isinstance(traced, list) else traced).rearrangement()
     return rearrangement
+
+
+def _refuse_incomplete(model: nn.Module, index: CheckpointIndex, transforms: list[Any], names: list[str]) -> None:
+    """Name the stored tensors that `names` lack, if that is what is wrong with them."""
+    specs = {name: TensorSpec.of(tensor) for name, tensor in model.state_dict().items()}
+    before = getattr(model, _CONVERSIONS, None)
+    setattr(model, _CONVERSIONS, [transform for transform in transforms if transform.was_used()])
+    try:
+        made_of = reverted(model, specs)
+    except ConversionError:  # it has no way back, so who knows what is stored
+        return
+    finally:
+        setattr(model, _CONVERSIONS, before) if before is not None else delattr(model, _CONVERSIONS)
+    needed = [key for key, part in made_of.items() if not {*names}.isdisjoint(part.sources)]
+    absent = [key for key in needed if key not in index]
+    if absent and len(absent) < len(needed):  # none of them: they have other names, and that is not the reason
+        raise ConversionError(
+            f"{', '.join(names)} cannot be made: {index.folder} has no {', '.join(absent[:8])}"
+            f"{f' and {len(absent) - 8} more' if len(absent) > 8 else ''}. Download or save the checkpoint again"
+        )
 
 
 def _ignored(model: nn.Module) -> re.Pattern[str]:
@@ -125,26 +200,21 @@ def reverted(model: nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, Rea
     with _internals():
         from transformers.core_model_loading import revert_weight_conversion
 
-        with _conversion("the model", getattr(model, _CONVERSIONS, None)):
+        with _following("the model is stored in another form, which", _SAVE_AS_IT_IS, _SAVE_AS_IT_IS):
             state = revert_weight_conversion(model, state)
     return {name: _made_of(traced) for name, traced in state.items()}
 
 
 @contextmanager
-def _conversion(name: str, what: Any) -> Iterator[None]:
-    """Within, a conversion that cannot be followed is named."""
+def _following(what: str, if_it_computes: str, if_it_fails: str) -> Iterator[None]:
+    """Within, conversions are followed. One that cannot be becomes an error that says which, and what to do."""
     try:
         with torch.no_grad():
             yield
     except NotARearrangementError as error:
-        raise ConversionError(
-            f"{name} is converted by {what}, which does more than to move values: {error}. Load the model with "
-            "Transformers, and save it with save_original_format=False"
-        ) from error
+        raise ConversionError(f"{what} takes more than to move values: {error}. {if_it_computes}") from error
     except (ValueError, RuntimeError, KeyError, IndexError) as error:
-        raise ConversionError(
-            f"{name} cannot be converted by {what}: {error}. The checkpoint lacks tensors, or is another model's"
-        ) from error
+        raise ConversionError(f"{what} fails: {error}. {if_it_fails}") from error
 
 
 @contextmanager
