@@ -2,6 +2,8 @@ import gc
 import importlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,6 +113,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_70b(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     return tmp_path / "config.json"
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and pages are the same wherever the tests run."""
+    monkeypatch.setattr(devices, "accelerators", list)
 
 
 # The help and the exit codes.
@@ -257,12 +265,26 @@ def test_a_plan_may_mix_gpus_that_are_here_with_others(config_70b: Path, monkeyp
         raise AssertionError("a device was touched")
 
     monkeypatch.setattr(devices, "accelerators", lambda: [torch.device("cuda:0")])
-    monkeypatch.setattr("overspill.cli.plan.accelerators", lambda: [torch.device("cuda:0")])
     monkeypatch.setattr(devices, "link_rate", touched)
     planned = answer("plan", config_70b, "--max-memory", "1=60GiB,0=30GiB,cpu=60GiB")
     assert planned["device"] == "cuda:0"
     assert set(planned["device_map"].values()) == {0, 1, "cpu"}
     assert planned["budgets"] == {"cuda:0": 30 << 30, "cuda:1": 60 << 30, "cpu": 60 << 30}
+
+
+@pytest.mark.parametrize("here", [[], ["cuda:0"]], ids=["none is here", "one is here"])
+def test_room_is_left_for_the_texts(config_70b: Path, monkeypatch: pytest.MonkeyPatch, here: list[str]) -> None:
+    monkeypatch.setattr(devices, "accelerators", lambda: [torch.device(name) for name in here])
+    budget = ["--max-memory", "0=40GiB,1=40GiB,cpu=200GiB"]
+    planned = answer("plan", config_70b, *budget, "--context", 8192, "--batch", 4)
+    cache = 80 * 2 * 8 * 128 * 2 * 8192 * 4  # layers, keys and values, heads, their width, bytes, tokens, texts
+    assert planned["headroom"] == {"cuda:0": cache, "cuda:1": cache}
+    assert planned["budgets"]["cuda:1"] == (40 << 30) - cache
+    assert planned["resident_bytes"] < answer("plan", config_70b, *budget)["resident_bytes"]
+    assert "leaves nothing of" in refusal(
+        "plan", config_70b, "--max-memory", "0=1GiB,1=1GiB", "--context", 99999, code=1
+    )
+    assert "--batch has no effect" in refusal("plan", config_70b, *budget, "--batch", 2, code=2)
 
 
 def test_a_plan_in_another_dtype_has_other_sizes(config_70b: Path) -> None:
@@ -628,3 +650,46 @@ def test_a_bench_for_people_names_its_lines(tmp_path: Path) -> None:
 
 def test_a_size_too_small_to_measure_is_refused() -> None:
     assert "Write 32.00 MiB or more" in refusal("bench", "--size", "1MiB", "--device", "cpu", code=2)
+
+
+# The page.
+
+PAGE = Path(__file__).parent.parent / "docs" / "command-line.md"
+VARYING = ("run", "bench")  # they show seconds
+
+
+def printed_by(line: str) -> str:
+    """What a line of the page's shell blocks prints, its commands run in this process."""
+    words = shlex.split(line)
+    if words[0] != "overspill":
+        environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+        return subprocess.run(
+            ["bash", "-c", line], stdout=subprocess.PIPE, text=True, check=True, env=environment
+        ).stdout
+    end = next((at for at, word in enumerate(words) if word in ("||", "|", ">")), len(words))
+    result = overspills(*words[1:end])
+    rest = words[end:]
+    assert (result.exit_code == 0) == (rest[:1] != ["||"]), result.output
+    if rest[:1] == [">"]:
+        Path(rest[1]).write_text(result.stdout)
+        return ""
+    if rest[:1] == ["|"]:
+        assert rest[1:] == ["tail", "-n", "1"]
+        return result.stdout.splitlines()[-1] + "\n"
+    return result.output + (f"exit code {result.exit_code}\n" if rest else "")
+
+
+def test_the_commands_of_the_page_run_and_print_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fences = re.findall(r"^```(sh|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(fences) > 12
+    commands, printed = "", ""
+    for kind, content in fences:
+        if content.startswith("python - <<'END'\n"):
+            exec(content.removeprefix("python - <<'END'\n").removesuffix("END\n"), {})
+        elif kind == "sh":
+            commands, printed = content, "".join(map(printed_by, content.splitlines()))
+        elif commands.split()[1] not in VARYING:
+            assert printed.replace(str(tmp_path), "/home/you") == content
+        else:
+            assert printed.splitlines()[0].replace(str(tmp_path), "/home/you") == content.splitlines()[0]

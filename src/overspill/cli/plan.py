@@ -8,16 +8,19 @@ import torch
 import typer
 from torch import nn
 
+import overspill
+from overspill import devices
 from overspill.cli.errors import require
 from overspill.cli.options import Budget, Debug, Device, Json, MaxMemory, parse_dtype
 from overspill.cli.output import Output
 from overspill.config import format_size
-from overspill.devices import CPU, accelerators
+from overspill.devices import CPU
 from overspill.errors import BudgetError
 from overspill.integrations.configs import skeleton_from_config
+from overspill.integrations.transformers import cache_bytes
 from overspill.plan import Plan, Rates, Tier, as_device, as_place
 from overspill.planner import Budget as Capacities
-from overspill.planner import make_plan, plan_within
+from overspill.planner import plan_within
 from overspill.units import cutter
 
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
@@ -37,6 +40,13 @@ def plan(
         torch.dtype | None,
         typer.Option(parser=parse_dtype, help="Of floating-point weights. Left out: the config's.", show_default=False),
     ] = None,
+    context_length: Annotated[
+        int | None,
+        typer.Option("--context", min=1, help="Leave room for texts of so many tokens.", show_default=False),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="So many texts at once. Left out: one.", show_default=False)
+    ] = None,
     device: Device = None,
     plot: Annotated[
         Path | None,
@@ -52,27 +62,43 @@ def plan(
     The devices need not be there: plan here for the machine that you will run on.
     """
     output: Output = context.obj
+    if batch is not None and context_length is None:
+        raise typer.BadParameter("--batch has no effect without --context, the tokens of each text. Give both")
     require("transformers", "a plan from a config")
-    made = plan_for(skeleton_from_config(path, dtype), max_memory, device)
+    made = plan_for(skeleton_from_config(path, dtype), max_memory, device, context=context_length, batch=batch)
     if plot is not None:
         _draw(made, plot)
     output.result(document(made), str(made), f"\n{verdict(made)}")
 
 
-def plan_for(model: nn.Module, max_memory: Budget | None, device: int | str | None) -> Plan:
+def plan_for(
+    model: nn.Module,
+    max_memory: Budget | None,
+    device: int | str | None,
+    *,
+    context: int | None = None,
+    batch: int | None = None,
+) -> Plan:
     """The plan, also for devices that this machine does not have."""
-    chosen = None if device is None else as_device(device)
-    places = {} if max_memory is None else {as_place(key, what="--max-memory"): key for key in max_memory}
-    if max_memory is None or all(place in (None, CPU, *accelerators()) for place in places):
-        return make_plan(model, max_memory, device=chosen)
-    named = [place for place in places if place is not None and place.type != "cpu"]
-    main = chosen or min(named, key=lambda place: place.index)
-    if main.type == "cpu" or None in places:
-        raise BudgetError(f"--max-memory names {named[0]}, but the model computes on the CPU. Leave one of them out")
-    # Nothing of these devices can be measured here: the rates are what is usual.
-    order = dict.fromkeys([main, *sorted(named, key=lambda place: place.index), CPU])
-    capacity = {place: int(max_memory[places[place]]) if place in places else 0 for place in order}
-    return plan_within(Capacities(device=main, capacity=capacity), cutter(model), rates=Rates.assumed(main))
+    main = None if device is None else as_device(device)
+    places = {as_place(key, what="--max-memory"): key for key in max_memory or ()}
+    named = sorted((d for d in places if d is not None and d.type != "cpu"), key=lambda d: d.index)
+    present = devices.accelerators()
+    absent = [d for d in named if d not in present]
+    if absent and main is None:
+        main = named[0]
+    if not absent or main not in present:
+        return overspill.plan(model, max_memory, context=context, batch=batch, device=main)
+    # Some are here and some are not, which the library takes for a mistake: whoever loads would be told too late.
+    cache = 0 if context is None else cache_bytes(model, context, batch or 1, None)
+    assert max_memory is not None
+    capacity = {d: int(max_memory[places[d]]) if d in places else 0 for d in dict.fromkeys([main, *named, CPU])}
+    for d in named:
+        if capacity[d] <= cache:
+            raise BudgetError(f"the cache of {format_size(cache)} leaves nothing of {d}. Give it more")
+        capacity[d] -= cache
+    budget = Capacities(device=main, capacity=capacity, headroom=dict.fromkeys(named, cache) if cache else {})
+    return plan_within(budget, cutter(model), rates=Rates.assumed(main))
 
 
 def verdict(made: Plan) -> str:
