@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -159,7 +159,12 @@ def _torchtunes() -> Any:
         for name, content in stands_for.items():
             module = sys.modules.setdefault(name, ModuleType(name))
             vars(module).update(content)
-        return vars(SourceFileLoader("torchtune_offloading", str(file)).load_module())["OffloadActivations"]
+        spec = spec_from_file_location("torchtune_offloading", file)
+        assert spec is not None
+        assert spec.loader is not None
+        found = module_from_spec(spec)
+        spec.loader.exec_module(found)
+        return found.OffloadActivations
     return OffloadActivations
 
 

@@ -1,6 +1,5 @@
 """Save what a model is, from wherever it lies, in bounded memory: every output is known before the first byte."""
 
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +15,9 @@ from overspill.checkpoint.publishing import publish
 from overspill.checkpoint.reader import FileReader
 from overspill.checkpoint.rearranging import Rearrangement, as_they_are
 from overspill.checkpoint.safetensors_header import DTYPES
-from overspill.checkpoint.writer import FileLayout, SafetensorsWriter, by_alignment, lay_out
-from overspill.config import MIB, format_size, parse_size
+from overspill.checkpoint.sharding import cut_into_files
+from overspill.checkpoint.writer import SafetensorsWriter
+from overspill.config import MIB, parse_size
 from overspill.devices import CPU, buffer_of
 from overspill.errors import CheckpointError, SaveError
 from overspill.homes import DiskTensor, DiskValues
@@ -26,8 +26,6 @@ from overspill.managed import managers_of
 from overspill.offloading import changing
 from overspill.progress import Progress
 from overspill.tensors import TensorGroup, TensorSpec, tensor_groups
-
-logger = logging.getLogger(__name__)
 
 _READ_AT_ONCE = 16 * MIB
 
@@ -183,7 +181,8 @@ def save_model(
     limit = parse_size(max_shard_size, what="max_shard_size")
     with changing(model, "save a model"):
         outputs = {output.name: output for output in outputs_of(model, original_format=original_format)}
-        shards = _shards(list(outputs.values()), limit, {"format": "pt", **(metadata or {})})
+        specs = ((name, output.spec) for name, output in outputs.items())
+        shards = cut_into_files(specs, limit, {"format": "pt", **(metadata or {})})
         total = sum(layout.nbytes for layout in shards)
         _open_files_of(model)
         with Progress(total, progress, "saving") as bar:
@@ -261,26 +260,6 @@ def _is_there(file: SourceFile) -> bool:
         return SourceFile.at(file.path) == file
     except OSError:
         return False
-
-
-def _shards(outputs: Sequence[Output], limit: int, metadata: Mapping[str, str]) -> list[FileLayout]:
-    """The files, each of at most `limit` bytes of tensors, unless a single tensor is larger: that has its own."""
-    parts: list[list[tuple[str, TensorSpec]]] = [[]]
-    size = 0
-    for output in outputs:
-        if output.spec.nbytes > limit:
-            logger.warning(
-                "%s takes %s, more than max_shard_size (%s): it gets a file of its own",
-                output.name,
-                format_size(output.spec.nbytes),
-                format_size(limit),
-            )
-        if parts[-1] and size + output.spec.nbytes > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append((output.name, output.spec))
-        size += output.spec.nbytes
-    return [lay_out(by_alignment(part), metadata) for part in parts]
 
 
 def _refuse_unstorable(name: str, tensor: torch.Tensor) -> None:

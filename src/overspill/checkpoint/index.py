@@ -141,13 +141,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> CheckpointIndex:
     before other names. Safetensors without an index are read together. Raises CheckpointError's subclasses.
     """
     root = Path(path).absolute()  # so that a later chdir does not move it; resolving would lose the name that was given
-    files = _choose_files(root)
+    files = choose_files(root)
     if files[0].suffix == ".json":
         return CheckpointIndex(root, _read_sharded(files[0]))
     return CheckpointIndex(root, _read_together(files))
 
 
-def _choose_files(root: Path) -> list[Path]:
+def choose_files(root: Path) -> list[Path]:
+    """What is read of a path: one index.json, or the files that hold the tensors."""
     kind = _kind(root)
     if kind is None:
         raise CheckpointNotFoundError(f"there is no checkpoint at {root}. {_suggest(root)}")
@@ -230,7 +231,7 @@ def _read_together(files: list[Path]) -> list[StoredTensor]:
 def _read_sharded(index: Path) -> list[StoredTensor]:
     """The tensors that `index` maps, each from the shard it is mapped to. What else a shard holds is not in the map,
     and so not in the checkpoint."""
-    weight_map = _read_weight_map(index)
+    weight_map = read_weight_map(index)
     shards = list(dict.fromkeys(weight_map.values()))
     _check_shards(shards, index)
     content = {shard: _read_file(index.parent / shard) for shard in shards}
@@ -243,7 +244,8 @@ def _read_sharded(index: Path) -> list[StoredTensor]:
     return [content[shard][name] for name, shard in weight_map.items()]
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The shard that an index.json maps each tensor to, by its name."""
     with _opened(index) as (file, source):
         if source.size > MAX_HEADER:
             raise CheckpointCorruptError(f"{index} has {source.size} bytes, too many for an index. Give another file")
@@ -264,7 +266,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def _check_shards(shards: list[str], index: Path) -> None:
     for shard in shards:
-        if _leaves_folder(shard):
+        if leaves_folder(shard):
             raise CheckpointUnsafeError(
                 f"{index} names the shard {shard!r}, which lies outside {index.parent}: a checkpoint must not read "
                 "other files of this machine. Put the shard beside the index, and its bare name into the index"
@@ -277,7 +279,8 @@ def _check_shards(shards: list[str], index: Path) -> None:
         )
 
 
-def _leaves_folder(shard: str) -> bool:
+def leaves_folder(shard: str) -> bool:
+    """Whether a shard of this name would lie outside its index's folder."""
     # By its name alone. Where a plain name is a symbolic link, its owner has put it there, as the Hugging Face cache
     # does (snapshots/…/model.safetensors -> ../../blobs/…), so it is followed. Windows' names are refused everywhere:
     # a checkpoint is as safe on one system as on another.

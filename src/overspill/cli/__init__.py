@@ -1,0 +1,1 @@
+"""The command line: one file a command. Typer and rich are imported below main.py only."""
