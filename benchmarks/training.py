@@ -324,6 +324,7 @@ def free() -> None:
     synchronize()
     gc.collect()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()  # pinned memory that peers' way of offloading has left with torch
 
 
 PEERS: Final = {

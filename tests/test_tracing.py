@@ -187,7 +187,8 @@ def test_names_are_shown_and_not_obeyed(checkpoint: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-def test_a_browser_shows_the_page_without_complaint(model: nn.Module, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_without_complaint(checkpoint: Path, tmp_path: Path) -> None:
+    model = loaded(lambda: Net(blocks=BLOCKS), checkpoint, "disk")
     with overspill.trace(model, tmp_path / "trace.json"):
         run(model)
     overspill.report(model).save(tmp_path / "report.html")

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU
 from overspill.graph import onload, view_over
+from overspill.homes import DiskTensor, HostTensor
 from overspill.slab import Slab
 from overspill.store import Store
 from overspill.tensors import Place, TensorSpec
@@ -188,7 +189,10 @@ class StreamedUnit:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is not None and tensor.device != self.device:
+                    # A home is no stray, wherever it says it is: outside of a call of the model that is the CPU.
+                    if tensor is None or isinstance(tensor, HostTensor | DiskTensor):
+                        continue
+                    if tensor.device != self.device:
                         moved = tensor.to(self.device)
                         table[name] = moved
                         self._strays.append(_Bound(table, name, tensor, moved, moved._version))

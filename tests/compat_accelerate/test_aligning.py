@@ -74,7 +74,8 @@ def test_what_is_written_is_kept(model: Net, twin: Net, edit: str) -> None:
     assert same(model, twin)
     remove_hook_from_submodules(model)
     assert torch.equal(model.blocks[1].up.weight, twin.blocks[1].up.weight)
-    assert same(model, twin)
+    with torch.no_grad():  # an ordinary model, to which its callers bring its inputs
+        assert torch.equal(run(model, IDS), run(twin, IDS))
 
 
 def test_what_is_only_read_stays_on_disk(tmp_path: Path) -> None:

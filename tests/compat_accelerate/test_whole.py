@@ -197,7 +197,7 @@ def test_what_the_verbs_do_meanwhile_is_followed(model: Net, twin: nn.Module, de
     assert same(model, twin)
     hook.remove()
     assert not is_away(model)
-    assert same(model, twin.cpu())
+    assert same(model, twin.to(next(model.parameters()).device))
 
 
 def test_a_call_from_inside_an_interception_is_passed_on(model: Net, twin: nn.Module, device: str) -> None:

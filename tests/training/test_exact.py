@@ -203,7 +203,7 @@ def test_gradients_of_gradients(device: str, options: dict[str, Any]) -> None:
     def backward(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
         loss = loss_of(model, batch)
         gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        penalty: torch.Tensor = sum((g.square().sum().to(loss.device) for g in gradients), loss)
+        penalty: torch.Tensor = sum((g.to(loss.device).square().sum() for g in gradients), loss)
         penalty.backward()
         return penalty
 
