@@ -230,7 +230,7 @@ def _read_together(files: list[Path]) -> list[StoredTensor]:
 def _read_sharded(index: Path) -> list[StoredTensor]:
     """The tensors that `index` maps, each from the shard it is mapped to. What else a shard holds is not in the map,
     and so not in the checkpoint."""
-    weight_map = _read_weight_map(index)
+    weight_map = read_weight_map(index)
     shards = list(dict.fromkeys(weight_map.values()))
     _check_shards(shards, index)
     content = {shard: _read_file(index.parent / shard) for shard in shards}
@@ -243,11 +243,12 @@ def _read_sharded(index: Path) -> list[StoredTensor]:
     return [content[shard][name] for name, shard in weight_map.items()]
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Each tensor's shard as `index` names it, wherever that may lie. Raises CheckpointError's subclasses."""
     with _opened(index) as (file, source):
         if source.size > MAX_HEADER:
             raise CheckpointCorruptError(f"{index} has {source.size} bytes, too many for an index. Give another file")
-        document = parse_json_object(file.read(), index)
+        document = parse_json_object(file.read(source.size), index)  # no more, should it grow meanwhile
     weight_map = document.get("weight_map")
     if "weight_map" not in document and any(isinstance(shard, str) for shard in document.values()):
         weight_map = document  # all of it is the map: so Accelerate's guide writes an index by hand
