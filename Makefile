@@ -17,7 +17,7 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint unit-test gpu-test format install clean
+.PHONY: help demo test lint unit-test gpu-test soak format install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for
 
 gpu-test: ## the tests that need a CUDA device; fails where there is none
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+
+soak: $(INSTALLED) ## the tests that take minutes: fuzzing by the hundred thousand
+	$(BIN)/python -m pytest -n $(WORKERS) -m "soak and not gpu" $(PYTEST_ARGS)
 
 format: $(INSTALLED) ## let ruff fix and format
 	$(BIN)/ruff check --fix .

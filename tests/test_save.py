@@ -909,7 +909,7 @@ def test_no_space_is_noticed_before_the_first_byte(
     usage = shutil.disk_usage(source)._replace(free=1000)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        patch.setattr(writer, "private_file", lambda path: pytest.fail("a file was opened"))
+        patch.setattr(writer, "new_file", lambda path, mode: pytest.fail("a file was opened"))
         with pytest.raises(SaveError, match=r"needs .* where 1000 B are free"):
             save(model, source)
     assert_as_before(model, reference, source)

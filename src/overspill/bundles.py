@@ -283,6 +283,8 @@ def _old_mark(mark: Path, fingerprint: str) -> tuple[int, bool] | None:
     except FileNotFoundError:
         return None
     try:
+        if not _is_own(os.fstat(descriptor)):
+            raise OffloadFolderError(f"{mark} was made by another user. Pass another folder")
         free = _try_lock(descriptor)
         if not _is_at(mark, descriptor):
             os.close(descriptor)
@@ -298,6 +300,11 @@ def _old_mark(mark: Path, fingerprint: str) -> tuple[int, bool] | None:
         os.close(descriptor)
         raise
     return descriptor, document.get("made the folder") is True
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether it was made by this user: what others plant may say anything, and may change while it is used."""
+    return status.st_uid == os.geteuid()
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -349,8 +356,11 @@ class _Draft:
         """Raise unless the folder is not there, empty, or this very module's."""
         with _explained(f"looking into {self._folder}"):
             try:
-                if not stat.S_ISDIR(os.lstat(self._folder).st_mode):
+                status = os.lstat(self._folder)
+                if not stat.S_ISDIR(status.st_mode):
                     problem = "is not a folder"
+                elif not _is_own(status):
+                    problem = "was made by another user"
                 elif any(self._folder.iterdir()) and not _read_index(self._folder).items() >= self._owner.items():
                     problem = f"was not made by overspill for module {self._module!r} of this model"
                 else:
@@ -493,7 +503,8 @@ def _read_index(folder: Path) -> dict[str, object]:
         except OSError:
             return {}
         with os.fdopen(descriptor, "rb") as file:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and _is_own(status):
                 document = _parsed(file.read(MAX_HEADER))
                 return document if document.items() >= _MADE_BY.items() else {}
         return {}

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -28,8 +28,7 @@ class OffloadFolder:
             where.mkdir(parents=True, exist_ok=True)
             self.path = Path(tempfile.mkdtemp(prefix=f"overspill-{fingerprint}-", dir=where))
         self.tensors = self.path / _TENSORS
-        files = [self.path / _MARK, self.tensors]
-        self._finalizer = weakref.finalize(self, _remove, os.getpid(), self.path, files)
+        self._finalizer = weakref.finalize(self, _remove, os.getpid(), self.path, os.lstat(self.path))
         try:
             self._require(nbytes)
             mark = {"made by": "overspill", "fingerprint": fingerprint}
@@ -80,12 +79,20 @@ def _explained(what: str) -> Iterator[None]:
         raise OffloadFolderError(f"{what} ({reason}). Free some space, or pass another offload_folder") from error
 
 
-def _remove(owner: int, folder: Path, files: list[Path]) -> None:
+def _remove(owner: int, folder: Path, made: os.stat_result) -> None:
     if os.getpid() != owner:  # a forked child that ends leaves its parent's files alone
         return
-    for file in files:
-        file.unlink(missing_ok=True)
     try:
-        folder.rmdir()
-    except OSError:  # someone else put something there, or took the folder away: not ours to touch
-        pass
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # it is gone, or someone has put a link there
+        return
+    try:
+        if not os.path.samestat(os.fstat(descriptor), made):
+            return  # another folder in the place of ours
+        for name in (_MARK, _TENSORS):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=descriptor)
+        with suppress(OSError):  # someone else put something there: not ours to touch
+            folder.rmdir()
+    finally:
+        os.close(descriptor)

@@ -137,8 +137,16 @@ LYING_HEADERS = {
     "no offsets": ({"w": {"dtype": "F32", "shape": [1]}}, 4, "'w' the data_offsets None"),
     "no shape": ({"w": {"dtype": "F32", "data_offsets": [0, 4]}}, 4, "'w' the shape None"),
     "no dtype": ({"w": {"shape": [1], "data_offsets": [0, 4]}}, 4, "'w' the dtype None"),
+    "a size of minus zero": (b'{"w":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}', 0, r"'w' the shape \[-0.0\]"),
+    "an offset of minus zero": (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}', 0, "'w' the data_offsets"),
+    "a field that is unknown": ({"w": {**entry(0, 4), "scale": 2}}, 4, "tensor 'w' by 'scale', which no reader"),
     "a tensor that is no object": ({"w": [1]}, 0, r"tensor 'w' by \[1\]"),
     "metadata that are no texts": ({"__metadata__": {"step": 3}}, 0, "__metadata__"),
+    "metadata that are no Unicode": (
+        b'{"__metadata__": {"a": "\\ud800"}}',
+        0,
+        "__metadata__ that is not valid Unicode",
+    ),
     "metadata that are no object": ({"__metadata__": "pt"}, 0, "__metadata__"),
     "a name that is no Unicode": (b'{"\\ud800": {}}', 0, "not valid Unicode"),
     "a name twice": (b'{"w": {}, "v": {}, "w": {}}', 0, "key 'w' occurs more than once"),
@@ -200,8 +208,7 @@ wild_entries = st.fixed_dictionaries(
         "dtype": st.sampled_from([*DTYPES, "F31", 4]),
         "shape": st.lists(sizes, max_size=3),
         "data_offsets": st.lists(offsets, min_size=1, max_size=3),
-    },
-    optional={"extra": st.none()},
+    }
 )
 
 

@@ -272,13 +272,13 @@ def test_what_the_system_fails_to_put_on_the_disk_is_an_error(path: Path, monkey
 
 def test_every_way_out_closes_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[FileIO] = []
-    real = writer.private_file
+    real = writer.new_file
 
-    def remembered(path: Path) -> FileIO:
-        opened.append(real(path))
+    def remembered(path: Path, mode: int) -> FileIO:
+        opened.append(real(path, mode))
         return opened[-1]
 
-    monkeypatch.setattr(writer, "private_file", remembered)
+    monkeypatch.setattr(writer, "new_file", remembered)
     layout = lay_out([("x", TensorSpec((1,), torch.uint8))])
     with pytest.raises(KeyboardInterrupt), SafetensorsWriter(path, layout):
         raise KeyboardInterrupt

@@ -245,11 +245,11 @@ def _read_sharded(index: Path) -> list[StoredTensor]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The shard that an index.json maps each tensor to, by its name."""
+    """Each tensor's shard as `index` names it, wherever that may lie. Raises CheckpointError's subclasses."""
     with _opened(index) as (file, source):
         if source.size > MAX_HEADER:
             raise CheckpointCorruptError(f"{index} has {source.size} bytes, too many for an index. Give another file")
-        document = parse_json_object(file.read(), index)
+        document = parse_json_object(file.read(source.size), index)  # no more, should it grow meanwhile
     weight_map = document.get("weight_map")
     if "weight_map" not in document and any(isinstance(shard, str) for shard in document.values()):
         weight_map = document  # all of it is the map: so Accelerate's guide writes an index by hand

@@ -3,6 +3,7 @@
 import os
 import pickle
 import re
+import reprlib
 import struct
 import zipfile
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import BinaryIO
 
 import torch
 
+from overspill.checkpoint.pickle_check import PickleRefusedError, check_pickle
+from overspill.checkpoint.safetensors_header import MAX_HEADER
 from overspill.errors import CheckpointCorruptError, CheckpointError, CheckpointUnsafeError
 from overspill.tensors import TensorSpec
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # the lengths of name and extra field, which stand between it and the data
 _ENCRYPTED = 0x1
+_LITTLE_ENDIAN = b"little"
+_PICKLE = "data.pkl"
 
 _AGAIN = "Download or save the file again"
 _CONVERT = "Convert it to safetensors: safetensors.torch.save_file(torch.load(path, weights_only=True), ...)"
@@ -31,14 +36,17 @@ def read_pickled(file: BinaryIO, path: Path, size: int) -> dict[str, tuple[Tenso
     """
     records = _read_records(file, path)
     tensors: dict[str, tuple[TensorSpec, int]] = {}
-    for name, tensor in _tensor_dict(_load_on_meta(file, path), path).items():
+    # `dict.items`, since a pickle may have given the dict attributes of any name.
+    for name, tensor in dict.items(_tensor_dict(_load_on_meta(file, path), path)):
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
-                f"{path} holds the entry {name!r} of type {type(tensor).__name__}, not a tensor by name. "
+                f"{path} holds the entry {reprlib.repr(name)} of type {type(tensor).__name__}, not a tensor by name. "
                 "Save a dict of tensors alone, such as model.state_dict()"
             )
-        _check_plain(name, tensor, path)
-        tensors[name] = _locate(name, tensor, records, path, size)
+        _check_type(name, tensor, path)
+        bare = torch.Tensor.detach(tensor)  # without the attributes that a pickle may have given it, of any name
+        _check_plain(name, bare, path)
+        tensors[name] = _locate(name, bare, records, path, size)
     return tensors
 
 
@@ -69,7 +77,10 @@ def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
             raise CheckpointError(
                 f"{path} holds the record {info.filename!r} compressed or encrypted. Save it again with torch.save"
             )
-        if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+        # By its size first: many such records could each be the whole file.
+        if info.filename.endswith("/byteorder") and not (
+            info.file_size == len(_LITTLE_ENDIAN) and archive.read(info) == _LITTLE_ENDIAN
+        ):
             raise CheckpointError(f"{path} was written on a big-endian machine. {_CONVERT}")
 
 
@@ -82,9 +93,12 @@ def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
 
 
 def _load_on_meta(file: BinaryIO, path: Path) -> object:
-    file.seek(0)
     try:
+        check_pickle(_read_pickle(file))
+        file.seek(0)
         return torch.load(file, map_location="meta", weights_only=True)
+    except PickleRefusedError as error:
+        raise CheckpointUnsafeError(f"{path} is unsafe to load: {error}. {_CONVERT_UNSAFE}") from error
     except pickle.UnpicklingError as error:
         culprit = re.search(r"GLOBAL (\S+)", str(error))
         wants = f"it calls {culprit[1]}" if culprit else "its pickle holds more than tensors and plain containers"
@@ -98,8 +112,19 @@ def _load_on_meta(file: BinaryIO, path: Path) -> object:
         raise CheckpointCorruptError(f"{path} cannot be unpickled: {reason}. {_AGAIN}") from error
 
 
+def _read_pickle(file: BinaryIO) -> bytes:
+    """The very bytes that torch.load will unpickle: not every reader of archives finds the same record by a name."""
+    file.seek(0)
+    archive = torch._C.PyTorchFileReader(file)
+    nbytes = archive.get_record_size(_PICKLE)
+    if nbytes > MAX_HEADER:
+        raise ValueError(f"its pickle has {nbytes} bytes")
+    content: bytes = archive.get_record(_PICKLE)
+    return content
+
+
 def _tensor_dict(loaded: object, path: Path) -> dict[object, object]:
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+    if isinstance(loaded, dict) and isinstance(dict.get(loaded, "state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict):
         raise CheckpointError(
@@ -108,11 +133,14 @@ def _tensor_dict(loaded: object, path: Path) -> dict[object, object]:
     return loaded
 
 
+def _check_type(name: str, tensor: torch.Tensor, path: Path) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise _not_plain(name, f"a {type(tensor).__name__}", path)
+
+
 def _check_plain(name: str, tensor: torch.Tensor, path: Path) -> None:
     """Refuses a tensor whose values are not simply its bytes in the file, one after another."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        problem = f"a {type(tensor).__name__}"
-    elif tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         problem = f"of layout {tensor.layout} and dtype {tensor.dtype}"
     elif tensor.is_conj() or tensor.is_neg():
         problem = "a lazily conjugated or negated view"
@@ -120,7 +148,11 @@ def _check_plain(name: str, tensor: torch.Tensor, path: Path) -> None:
         problem = f"not contiguous (shape {list(tensor.shape)}, strides {list(tensor.stride())})"
     else:
         return
-    raise CheckpointError(
+    raise _not_plain(name, problem, path)
+
+
+def _not_plain(name: str, problem: str, path: Path) -> CheckpointError:
+    return CheckpointError(
         f"{path} holds tensor {name!r}, which is {problem}, so it cannot be read in place. {_CONVERT_PLAIN}"
     )
 

@@ -15,15 +15,16 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from overspill.checkpoint.index import SourceFile
-from overspill.checkpoint.writer import FileLayout, SafetensorsWriter
+from overspill.checkpoint.index import SourceFile, read_weight_map
+from overspill.checkpoint.writer import PUBLIC, FileLayout, SafetensorsWriter, new_file, write_all
 from overspill.config import MIB, format_size
-from overspill.errors import OverspillError, SaveError
+from overspill.errors import CheckpointError, OverspillError, SaveError
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -112,11 +113,9 @@ class _Publication:
         self._require(sum(layout.nbytes for layout in self._shards))
         for name, layout in zip(self._aside, self._shards, strict=True):
             path = self._folder / name
-            with _explained(f"writing {path} failed"):
-                with SafetensorsWriter(path, layout) as writer:
-                    for tensor in layout.specs:
-                        fill(writer, tensor)
-                path.chmod(0o666 & ~_umask())
+            with _explained(f"writing {path} failed"), SafetensorsWriter(path, layout, mode=PUBLIC) as writer:
+                for tensor in layout.specs:
+                    fill(writer, tensor)
 
     def abandon(self) -> None:
         """Remove what was written aside, unless it is the checkpoint by now: an interrupt can come at any line."""
@@ -149,7 +148,7 @@ class _Publication:
         with _explained(f"putting the checkpoint in place in {self._folder} failed"):
             self._sync()
             if INDEX in self._old:  # the list of what is to go outlives it
-                shutil.copyfile(self._folder / INDEX, self._old_index_aside)
+                _write_new(self._old_index_aside, (self._folder / INDEX).read_bytes())
             if len(self._shards) == 1:
                 (self._folder / self._aside[0]).replace(self._folder / WHOLE)
             else:
@@ -174,11 +173,13 @@ class _Publication:
         if any((self._folder / name).exists() for name in self._names):
             return  # someone else's files: ours keep the names that they have
         self._write_index(self._names)  # before the names are there: it tells the next save of them
+        linked: list[str] = []
         try:
             for aside, name in zip(self._aside, self._names, strict=True):
                 os.link(self._folder / aside, self._folder / name)
-        except OSError:  # a file system without links
-            for name in self._names:
+                linked.append(name)
+        except OSError:  # a file system without links, or someone else's file in this instant
+            for name in linked:
                 (self._folder / name).unlink(missing_ok=True)
             self._index_aside.unlink()
             return
@@ -195,10 +196,7 @@ class _Publication:
         specs = [spec for layout in self._shards for spec in layout.specs.values()]
         metadata = {"total_size": sum(s.nbytes for s in specs), "total_parameters": sum(s.numel for s in specs)}
         document = json.dumps({"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
-        with self._index_aside.open("w") as file:
-            file.write(document + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_new(self._index_aside, (document + "\n").encode())
 
     def _sync(self) -> None:
         descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -226,13 +224,26 @@ class _Publication:
 def _shards_of(index: Path) -> set[str]:
     """The files beside `index` that it lists; none if it cannot be read."""
     try:
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        listed = set(read_weight_map(index).values())
+    except CheckpointError:
         return set()
-    return {name for name in listed if isinstance(name, str) and Path(name).name == name and name.endswith(_SHARD)}
+    return {
+        name
+        for name in listed
+        if Path(name).name == name and name.endswith(_SHARD) and _is_file_or_link(index.with_name(name))
+    }
 
 
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+def _is_file_or_link(path: Path) -> bool:
+    try:
+        kind = stat.S_IFMT(os.lstat(path).st_mode)
+    except (OSError, ValueError):  # nothing is there, or no file can have such a name
+        return False
+    return kind in (stat.S_IFREG, stat.S_IFLNK)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """A new file with `content`, on the disk. Whoever sees the shards can foresee its name, and plant a link there."""
+    with new_file(path, PUBLIC) as file:
+        write_all(file, memoryview(content))
+        os.fsync(file.fileno())

@@ -137,7 +137,8 @@ class FileReader:
 
     def _opened(self, file: SourceFile, flags: int) -> int:
         try:
-            descriptor = os.open(file.path, flags | os.O_CLOEXEC)
+            # Non-blocking, or a named pipe in the place of the file would hang us before we could see what it is.
+            descriptor = os.open(file.path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise CheckpointReadError(
                 f"cannot open {file.path} any more ({error.strerror}). Put the file back, or load the model again"

@@ -37,6 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
 MAX_HEADER = 100_000_000
 """The format's own limit, which also bounds what a hostile file can make us parse."""
 
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _LENGTH_FIELD = 8
 _MAX_INT64 = 2**63 - 1
 _CURE = "Download or save the file again"
@@ -64,8 +65,11 @@ def read_header(file: BinaryIO, path: Path, size: int) -> dict[str, tuple[Tensor
 
 def parse_json_object(raw: bytes, path: Path) -> dict[str, object]:
     """`raw` as one strict JSON object: UTF-8, no key twice, no NaN. Anything else is refused as `path`'s fault."""
+    parse_int = _parse_integer if b"-0" in raw else None  # json's own is faster
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(
+            raw.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_int=parse_int
+        )
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON and integers of absurd length are ValueErrors
         raise _corrupt(path, f"holds a header that is not valid JSON ({error})") from error
     if not isinstance(value, dict):
@@ -93,6 +97,11 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return unique
 
 
+def _parse_integer(text: str) -> int | float:
+    # -0 is the float that it is to other readers of JSON; to Python's it is 0, and so a size or an offset.
+    return -0.0 if text == "-0" else int(text)
+
+
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
@@ -102,13 +111,19 @@ def _check_metadata(metadata: object, path: Path) -> None:
         return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _corrupt(path, "holds a __metadata__ that does not map strings to strings")
+    if not all(_is_unicode(text) for text in (*metadata.keys(), *metadata.values())):
+        raise _corrupt(path, "holds a __metadata__ that is not valid Unicode")
 
 
 def _read_entry(name: str, entry: object, path: Path) -> tuple[TensorSpec, int]:
     """One tensor's spec and its offset behind the header."""
-    _check_name(name, path)
+    if not _is_unicode(name):
+        raise _corrupt(path, f"holds the tensor name {name!r}, which is not valid Unicode")
     if not isinstance(entry, dict):
         raise _corrupt(path, f"describes tensor {name!r} by {reprlib.repr(entry)}, not by a JSON object")
+    if unknown := entry.keys() - _FIELDS:
+        # Whoever wrote it meant something by it, so to read on without it could be to read other values.
+        raise _corrupt(path, f"describes tensor {name!r} by {reprlib.repr(min(unknown))}, which no reader knows of")
     spec = TensorSpec(_read_shape(name, entry, path), _read_dtype(name, entry, path))
     offsets = entry.get("data_offsets")
     if not _is_naturals(offsets) or len(offsets) != 2:
@@ -119,11 +134,12 @@ def _read_entry(name: str, entry: object, path: Path) -> tuple[TensorSpec, int]:
     return spec, begin
 
 
-def _check_name(name: str, path: Path) -> None:
+def _is_unicode(text: str) -> bool:
     try:
-        name.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can escape it, no UTF-8 can hold it
-        raise _corrupt(path, f"holds the tensor name {name!r}, which is not valid Unicode") from error
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can escape it, no UTF-8 can hold it
+        return False
+    return True
 
 
 def _read_dtype(name: str, entry: dict[str, object], path: Path) -> torch.dtype:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Final
 
 from overspill.checkpoint.pagecache import start_writing
 from overspill.checkpoint.reader import DIRECT_ALIGNMENT
@@ -21,6 +22,10 @@ _METADATA = "__metadata__"
 _LENGTH_FIELD = 8
 _NO_RANGE_COPIES = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
 _BEHIND = 64 * MIB
+PRIVATE: Final = 0o600
+"""The mode of files that are nobody else's business."""
+PUBLIC: Final = 0o666
+"""The mode of files that the umask says it for: what the user asked for, and may give to others."""
 _WRITTEN_AT_ONCE = 16 * MIB  # a single write of gigabytes could not be interrupted
 
 
@@ -101,12 +106,12 @@ class SafetensorsWriter:
     full disk, and nobody would be told. A file that failed is left for its owner to delete.
     """
 
-    def __init__(self, path: Path, layout: FileLayout) -> None:
+    def __init__(self, path: Path, layout: FileLayout, *, mode: int = PRIVATE) -> None:
         self._path, self._layout = path, layout
         self._due = iter(layout.specs)
         self._behind = 0  # bytes that the disk has not been told to write
         self._copies_ranges = hasattr(os, "copy_file_range")
-        self._file = private_file(path)
+        self._file = new_file(path, mode)
         try:
             write_all(self._file, memoryview(layout.header))
         except BaseException:
@@ -179,10 +184,19 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
 
 
-def private_file(path: Path) -> FileIO:
-    """A new file that its owner alone may read. Unbuffered: closing it after a failed write must not fail again."""
+def new_file(path: Path, mode: int) -> FileIO:
+    """A new file, open for writing; never one that is there already, or that a link leads to.
+
+    The umask takes from `mode`, as it does from that of any file. Unbuffered: closing it after a failed write must not
+    fail again.
+    """
     flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-    return FileIO(os.open(path, flags, 0o600), "wb")
+    return FileIO(os.open(path, flags, mode), "wb")
+
+
+def private_file(path: Path) -> FileIO:
+    """A new file that its owner alone may read."""
+    return new_file(path, PRIVATE)
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
