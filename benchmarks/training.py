@@ -440,16 +440,27 @@ def plot(points: Sequence[Point], path: str) -> None:
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(point.case for point in points))
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4.2 * len(names), 3.6), squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
-        for point in (point for point in points if point.case == name):
+    columns = min(2, len(names))
+    rows = -(-len(names) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(5.6 * columns, 3.6 * rows), squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        for number, point in enumerate(point for point in points if point.case == name):
             mine = point.method.startswith("ours")
-            axis.scatter(point.seconds, point.allocated / GB, marker="o" if mine else "x", color="C0" if mine else "C7")
-            label = point.method.removeprefix("ours: ")
-            axis.annotate(
-                label, (point.seconds, point.allocated / GB), fontsize=6, xytext=(3, 3), textcoords="offset points"
+            axis.scatter(
+                point.seconds,
+                point.allocated / GB,
+                marker="o" if mine else "X",
+                s=64,
+                color=f"C{number}",
+                label=point.method,
             )
-        axis.set(title=name, xlabel="seconds a step", ylabel="peak allocated, GB", xlim=(0, None), ylim=(0, None))
+        axis.set(title=name, xlabel="seconds a step", ylabel="peak allocated, GB")
+        axis.margins(0.15)
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7, loc="best")
     figure.tight_layout()
     figure.savefig(path)
 
