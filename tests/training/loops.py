@@ -94,6 +94,9 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+STEPS = 20
+
+
 def batches(steps: int, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     random = torch.Generator().manual_seed(7)
     for _ in range(steps):
@@ -131,7 +134,7 @@ def plainly(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], step: in
     return loss
 
 
-def train(model: nn.Module, device: str, backward: Backward = plainly, steps: int = 20) -> Record:
+def train(model: nn.Module, device: str, backward: Backward = plainly, steps: int = STEPS) -> Record:
     """Train with an optimizer whose arithmetic rounds alike on every device: its factors are powers of two."""
     torch.manual_seed(3)  # of dropout
     record = Record()
@@ -176,11 +179,10 @@ def compare(
     options: dict[str, Any],
     backward: Backward = plainly,
     *,
-    steps: int | None = None,
+    steps: int = STEPS,
     before: Callable[[nn.Module], None] = lambda model: None,
 ) -> nn.Module:
     """Train twice, resident and offloaded, and compare. `before` is done to both models first. Ours is returned."""
-    steps = steps or (4 if device == "cpu" else 8)
     reference, model = pair(build, device)
     before(reference)
     before(model)

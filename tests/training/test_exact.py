@@ -42,7 +42,7 @@ def some_options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_plain_training(device: str, options: dict[str, Any]) -> None:
-    compare(Net, device, options, steps=20)
+    compare(Net, device, options)
 
 
 def test_gradients_are_accumulated(device: str, options: dict[str, Any]) -> None:
@@ -98,9 +98,9 @@ def test_the_user_checkpoints_the_blocks(device: str, options: dict[str, Any], r
             return output
 
     reference, model = pair(Checkpointed, device)
-    expected = train(reference, device, steps=4)
+    expected = train(reference, device)
     overspill.offload_training(model, **options)
-    assert_same(train(model, device, steps=4), expected)
+    assert_same(train(model, device), expected)
 
 
 def test_autocast(device: str, options: dict[str, Any]) -> None:
@@ -346,16 +346,16 @@ def test_transformers_checkpoints_its_blocks(device: str, some_options: dict[str
             return logits
 
     reference, model = pair(Llama, device)
-    expected = train(reference, device, steps=4)
+    expected = train(reference, device)
     overspill.offload_training(model, **some_options)
-    assert_same(train(model, device, steps=4), expected)
+    assert_same(train(model, device), expected)
     overspill.restore(model)
     reference, model = pair(Llama, device)
     for each in (reference, model):
         each.inner.gradient_checkpointing_enable()  # type: ignore[operator, union-attr]
-    expected = train(reference, device, steps=4)
+    expected = train(reference, device)
     overspill.offload_training(model, **some_options)
-    assert_same(train(model, device, steps=4), expected)
+    assert_same(train(model, device), expected)
 
 
 def test_training_under_the_context_manager(device: str) -> None:
