@@ -415,7 +415,7 @@ def test_a_tensor_larger_than_a_shard_gets_a_file_of_its_own_and_that_is_said(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(64, 64), nn.Linear(4, 4))
     save(model, tmp_path / "saved", max_shard_size=1000)
     assert_saved(tmp_path / "saved", state_of(model))
-    assert "1.weight takes 16.00 KiB, more than max_shard_size (1000 bytes): it gets a file of its own" in caplog.text
+    assert "1.weight takes 16.00 KiB, more than max_shard_size (1000 B): it gets a file of its own" in caplog.text
     assert caplog.text.count("of its own") == 1
     index = open_checkpoint(tmp_path / "saved")
     shared = [name for name, tensor in index.items() if tensor.file == index["1.weight"].file]
