@@ -12,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.errors import StateError
+from overspill.residency import Residency
 from support import Block, Net, Where, aligned
 
 FORWARDS = 200
@@ -197,6 +198,46 @@ def test_threads_run_one_model_with_gradients_on(edited: bool, where: Where, mod
     crew.run()
     overspill.restore(model)
     assert_plain(model, twin)
+
+
+def test_a_call_that_ends_while_a_backward_uses_its_unit_leaves_the_homes(
+    where: Where, model: Net, twin: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where.offload(model)
+    block, home = model.blocks[1], model.blocks[1].up.weight
+    with torch.no_grad():
+        for net in (model, twin):
+            net.blocks[1].up.weight.mul_(0.5)
+    x = torch.randn(2, 32).to(where.device).requires_grad_()
+    begun, go_on = threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: block(x.detach()))
+    wait_for = Residency._wait_for
+
+    def in_the_middle(*_: object) -> None:
+        if threading.current_thread() is other:
+            begun.set()
+            go_on.wait(20)
+
+    def while_it_is_lent(self: Residency, what: str, units: Any) -> None:
+        wait_for(self, what, units)
+        if threading.current_thread() is not other:
+            go_on.set()
+            other.join(20)
+
+    for turn in range(2):  # the second one finds the unit as the first has left it
+        output = block(x)
+        if turn == 0:
+            hook = block.up.register_forward_pre_hook(in_the_middle)
+            other.start()
+            assert begun.wait(20)
+            monkeypatch.setattr(Residency, "_wait_for", while_it_is_lent)
+        (gradient,) = torch.autograd.grad(output.square().sum(), x)
+        monkeypatch.undo()
+        hook.remove()
+        assert block.up.weight is home
+        (expected,) = torch.autograd.grad(twin.blocks[1](x).square().sum(), x)
+        assert torch.equal(gradient, expected)
+        assert not other.is_alive()
 
 
 def test_threads_train_a_part_each(where: Where, model: Net, twin: Net) -> None:

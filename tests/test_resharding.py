@@ -320,5 +320,5 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """
     cast, copied = ([int(word) for word in line.split()] for line in run_program(program).splitlines())
     assert cast[0] > 20, "it was not looked at while it worked"
-    assert cast[1] < 100e6
+    assert cast[1] < 160e6  # a few chunks, and what the allocator keeps of them
     assert copied[1] < 20e6
