@@ -1,21 +1,25 @@
 """What Transformers does with a model, done with an offloaded one: the texts are those of the resident model."""
 
+import copy
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import overspill
 from models import ARCHITECTURES, IDS, MASK, VOCAB, Architecture, randomized
 from overspill.checkpoint import open_checkpoint
-from overspill.plan import Plan
-from support import TIERS, aligned, loaded, narrow, placed, streamed_units
+from overspill.managed import managed
+from overspill.plan import Tier
+from overspill.training.activations import Limits
+from overspill.windows import least_window
+from support import TIERS, aligned, placed, streamed_units
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -41,8 +45,14 @@ class Case:
         """The resident model, on the device that computes."""
         return self.resident.to(device)
 
-    def loaded(self, tier: str, device: str) -> Any:
-        return loaded(self.architecture.build, self.checkpoint, tier, device)
+    def loaded(self, tier: str, device: str = "cpu") -> Any:
+        """Offloaded to `tier`, with the smallest window that will do: nearly all of it comes anew in each pass."""
+        with overspill.empty_weights():
+            model = self.architecture.build().eval()
+        plan = placed(overspill.plan(model, {}, device=device), tier)
+        units = [placement.unit for placement in plan.placements if placement.tier is not Tier.DEVICE]
+        plan = dataclasses.replace(plan, windows={plan.device: least_window(units)})
+        return overspill.load(model, self.checkpoint, plan, progress=False)
 
 
 def stored(architecture: Architecture, folder: Path) -> Case:
@@ -90,12 +100,19 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True))
 
 
-def assert_streamed(moved: Counter[str], tier: str, model: nn.Module, passes: int = 1) -> None:
-    """What streams came in each of `passes`, or is still in a window that holds three units, from its tiers only."""
-    sizes = [sum(spec.nbytes for spec in unit.store.layout.specs) for unit in streamed_units(model)]
-    assert sizes
-    kept = 3 * max(sizes)
-    assert moved.total() >= sum(sizes) + (passes - 1) * max(sum(sizes) - kept, 0)
+def streamed_bytes(model: nn.Module, *, each_pass: bool = False) -> int:
+    """Bytes of the units that stream: all of them, or those that each token needs, without an encoder's."""
+    units = [unit for unit in streamed_units(model) if not (each_pass and "encoder" in unit.name.split("."))]
+    return sum(spec.nbytes for unit in units for spec in unit.store.layout.specs)
+
+
+def assert_streamed(moved: Counter[str], tier: str, model: nn.Module, passes: int) -> None:
+    """All that streams came once, and in each later pass again but for what a window can hold; from its tier."""
+    manager = managed(model)
+    assert manager is not None
+    again = streamed_bytes(model, each_pass=True) - sum(each.window.nbytes for each in manager.residencies)
+    assert again > 0
+    assert moved.total() >= streamed_bytes(model) + (passes - 1) * again
     assert (moved["cpu"] > 0) == (tier in ("cpu", "mixed"))
     assert (moved["disk"] > 0) == (tier in ("disk", "mixed"))
 
@@ -123,9 +140,7 @@ def test_the_experts_are_stored_otherwise_than_they_run(case: Case) -> None:
     "choice", [{"num_beams": 3}, {"num_beams": 2, "do_sample": True, "num_return_sequences": 2}], ids=str
 )
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_beams(
-    name: str, tier: str, device: str, choice: dict[str, Any], moved: Counter[str], tmp_path: Path
-) -> None:
+def test_beams(name: str, tier: str, device: str, choice: dict[str, Any], moved: Counter[str], tmp_path: Path) -> None:
     case = stored(GENERATING[name], tmp_path)
     model = case.loaded(tier, device)
     moved.clear()
@@ -144,9 +159,7 @@ CACHES = [
 
 @pytest.mark.parametrize(("cache", "on"), CACHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bart"])
-def test_caches_of_other_kinds(
-    name: str, tier: str, cache: str, on: str, moved: Counter[str], tmp_path: Path
-) -> None:
+def test_caches_of_other_kinds(name: str, tier: str, cache: str, on: str, moved: Counter[str], tmp_path: Path) -> None:
     case = stored(GENERATING[name], tmp_path)
     model = case.loaded(tier, on)
     choice = {**GREEDY, "cache_implementation": cache, "disable_compile": True}
@@ -174,16 +187,16 @@ def drafter(llama: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.mark.parametrize("choice", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("drafts_from", ["device", "disk"])
+@pytest.mark.parametrize("assistant_too", [False, True])
 def test_assisted_generation(
-    llama: Case, drafter: Case, tier: str, drafts_from: str, device: str, choice: dict[str, Any], moved: Counter[str]
+    llama: Case, drafter: Case, tier: str, assistant_too: bool, device: str, choice: dict[str, Any], moved: Counter[str]
 ) -> None:
     model = llama.loaded(tier, device)
-    assistant = drafter.on(device) if drafts_from == "device" else drafter.loaded(drafts_from, device)
+    assistant = drafter.loaded(tier, device) if assistant_too else drafter.on(device)
     one_text = {"ids": IDS[:1], "mask": MASK[:1]}
     moved.clear()
     ours = generated_by(model, device, **one_text, assistant_model=assistant, **choice)
-    assert moved.total() > sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs)
+    assert_streamed(moved, tier, model, passes=2)
     theirs = generated_by(llama.on(device), device, **one_text, assistant_model=drafter.on(device), **choice)
     assert_equal(ours, theirs)
 
@@ -259,9 +272,7 @@ def test_inputs_may_stay_where_they_are_or_go_to_the_model(
     assert tokenizer.batch_decode(ours) == tokenizer.batch_decode(theirs)
 
 
-def test_a_chat_is_streamed_to_another_thread_word_by_word(
-    llama: Case, tokenizer: Any, tier: str, device: str
-) -> None:
+def test_a_chat_is_streamed_to_another_thread_word_by_word(llama: Case, tokenizer: Any, tier: str, device: str) -> None:
     messages = [{"role": "user", "content": "hello how are w7 ?"}]
     inputs = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
     pieces = []
@@ -274,3 +285,197 @@ def test_a_chat_is_streamed_to_another_thread_word_by_word(
         thread.join()
     assert pieces[0] == pieces[1]
     assert len("".join(pieces[0]).split()) == 6
+
+
+# ---------------------------------------------------------------- Trainer
+
+TEXTS = torch.randint(4, VOCAB, (8, 10), generator=torch.Generator().manual_seed(6))
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "activations": {"activations": True},
+    "weights": {"activations": False, "weights": True},
+    "both": {"activations": True, "weights": True},
+    "recompute": {"recompute": True, "weights": True},
+}
+
+
+@pytest.fixture
+def _small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tiny blocks save is not too small to leave either."""
+    limits = Limits(small=0, held=0, ahead=1 << 13)
+    monkeypatch.setattr(Limits, "usual", classmethod(lambda cls, *args, **kwargs: limits))
+
+
+def trainer_of(model: Any, folder: Path, **options: Any) -> Any:
+    """On the CPU, where the optimizer rounds alike whether weights are offloaded or not."""
+    arguments: dict[str, Any] = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.01,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    texts = [{"input_ids": text, "attention_mask": torch.ones_like(text), "labels": text} for text in TEXTS]
+    return transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(output_dir=str(folder), **{**arguments, **options}),
+        train_dataset=texts,
+        eval_dataset=texts[:2],
+    )
+
+
+def logged(trainer: Any) -> list[tuple[float, float]]:
+    return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_same_state(ours: nn.Module, theirs: nn.Module) -> None:
+    mine, expected = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(mine[name], value)] == []
+
+
+def assert_same_files(ours: Path, theirs: Path, name: str = "model.safetensors") -> None:
+    mine, expected = load_file(ours / name), load_file(theirs / name)
+    assert mine.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(mine[name], value)] == []
+
+
+@pytest.mark.usefixtures("_small_tensors_leave")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "optim": "sgd"}], ids=["plain", "more"])
+def test_trainer_trains_the_same_weights(name: str, strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+    case = stored(GENERATING[name], tmp_path / "stored")
+    model, resident = copy.deepcopy(case.resident), copy.deepcopy(case.resident)
+    overspill.offload_training(model, **STRATEGIES[strategy])
+    trainers = [trainer_of(each, tmp_path, **options) for each in (model, resident)]
+    for trainer in trainers:
+        trainer.train()
+    assert len(logged(trainers[0])) == 3
+    assert logged(trainers[0]) == logged(trainers[1])
+    assert_same_state(model, resident)
+    assert not torch.equal(resident.lm_head.weight, case.resident.lm_head.weight)
+    losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
+    assert losses[0] == losses[1]
+    for trainer, folder in zip(trainers, ("ours", "theirs"), strict=True):
+        trainer.save_model(str(tmp_path / folder))
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    overspill.restore(model)
+    assert_same_state(model, resident)
+
+
+@pytest.mark.parametrize("strategy", ["activations", "weights"])
+def test_trainer_goes_on_from_a_checkpoint_of_an_offloaded_model(llama: Case, strategy: str, tmp_path: Path) -> None:
+    resident = copy.deepcopy(llama.resident)
+    trainer_of(resident, tmp_path).train()
+    first, second = (copy.deepcopy(llama.resident) for _ in range(2))
+    for model in (first, second):
+        overspill.offload_training(model, **STRATEGIES[strategy])
+    trainer_of(first, tmp_path, save_strategy="steps", save_steps=2).train()
+    trainer_of(second, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_state(first, resident)
+    assert_same_state(second, resident)
+
+
+def test_trainer_saves_a_model_that_is_offloaded(case: Case, tier: str, tmp_path: Path) -> None:
+    model = case.loaded(tier)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    trainer_of(model, tmp_path).save_model(str(tmp_path / "ours"))
+    edited = copy.deepcopy(case.resident)
+    with torch.no_grad():
+        next(edited.parameters()).mul_(2)
+    edited.save_pretrained(tmp_path / "theirs")
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+# ---------------------------------------------------------------- adapters
+
+
+TARGETS = ["q_proj", "o_proj", "down_proj"]
+
+
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=TARGETS))
+
+
+def train(model: Any) -> list[torch.Tensor]:
+    """Five steps, with dropout. Returns the losses."""
+    torch.manual_seed(5)
+    model.train()
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def adapter_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if "lora" in name}
+
+
+def assert_same_adapter(ours: Any, theirs: Any) -> None:
+    mine, expected = adapter_of(ours), adapter_of(theirs)
+    assert mine.keys() == expected.keys()
+    assert all(value.any() for value in expected.values())  # lora_B begins with zeros
+    assert [name for name, value in expected.items() if not torch.equal(mine[name], value)] == []
+
+
+BUDGETS: dict[str, dict[int | str, int | str]] = {"disk": {}, "mixed": {"cpu": "1500KiB"}}
+
+
+@pytest.fixture(params=["llama", "llama-tied"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    return stored(GENERATING[request.param], tmp_path / "stored")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_lora_that_is_trained_on_an_offloaded_base_and_its_merge(
+    base: Case, tier: str, recompute: bool, moved: Counter[str], tmp_path: Path
+) -> None:
+    offloaded = base.loaded(tier)
+    models = [with_lora(each) for each in (offloaded, copy.deepcopy(base.resident))]
+    if recompute:
+        for model in models:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+    moved.clear()
+    ours = train(models[0])
+    assert_streamed(moved, tier, offloaded, passes=5)
+    assert torch.equal(torch.stack(ours), torch.stack(train(models[1])))
+    assert ours[-1] < ours[0]
+    assert_same_adapter(*models)
+    for model, folder in zip(models, ("ours", "theirs"), strict=True):
+        model.save_pretrained(tmp_path / "adapter" / folder)
+        model.merge_and_unload().save_pretrained(tmp_path / folder)
+    assert_same_files(tmp_path / "adapter" / "ours", tmp_path / "adapter" / "theirs", "adapter_model.safetensors")
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base.checkpoint, tmp_path / "ours"))
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {name for name in before if name.split(".")[-2] in TARGETS}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_lora_that_trainer_trains_on_a_base_within_a_budget(base: Case, budget: str, tmp_path: Path) -> None:
+    offloaded = overspill.from_pretrained(
+        transformers.AutoModelForCausalLM, base.checkpoint, max_memory=BUDGETS[budget], device="cpu"
+    )
+    assert streamed_units(offloaded)
+    models = [with_lora(each) for each in (offloaded, copy.deepcopy(base.resident))]
+    trainers = []
+    for model in models:
+        trainers.append(trainer_of(model, tmp_path))  # which sets the seed
+        trainers[-1].train()
+    assert logged(trainers[0]) == logged(trainers[1])
+    assert_same_adapter(*models)
+    assert_same_state(models[0].merge_and_unload(), models[1].merge_and_unload())
+    assert offloaded.config.tie_word_embeddings == base.resident.config.tie_word_embeddings
