@@ -152,6 +152,25 @@ def test_a_weight_used_without_its_module_being_called_is_right(model: Net, refe
     assert torch.equal(model.blocks[2].up.forward(x), reference.blocks[2].up.forward(x))
 
 
+def test_a_weight_that_is_assigned_what_it_is_stays_right(model: Net, reference: Net, device: str) -> None:
+    """Trainer calls `model.to(device)` whatever the device is, and that assigns every parameter its own data."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data
+    if device == "cpu":
+        model.to("cpu")
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(ours.detach().cpu(), theirs.detach().cpu()), name
+    assert torch.equal(model(IDS), run(reference, IDS))
+
+
+def test_addresses_tell_ties_from_equal_weights(device: str, tmp_path: Path) -> None:
+    """PEFT asks for them when it merges an adapter."""
+    model = loaded(Net, save_checkpoint(Net(), tmp_path), "disk", device)
+    assert isinstance(model, Net)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr() != 0
+    assert model.blocks[0].up.weight.data_ptr() != model.blocks[1].up.weight.data_ptr()  # type: ignore[union-attr, operator]
+
+
 def test_reading_a_weight_in_functions_takes_no_memory_for_good(device: str, tmp_path: Path) -> None:
     reference = Net()
     model = loaded(Net, save_checkpoint(reference, tmp_path), "disk", device)
