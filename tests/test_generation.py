@@ -15,11 +15,8 @@ from torch import nn
 import overspill
 from models import ARCHITECTURES, IDS, MASK, VOCAB, Architecture, randomized
 from overspill.checkpoint import open_checkpoint
-from overspill.managed import managed
-from overspill.plan import Tier
 from overspill.training.activations import Limits
-from overspill.windows import least_window
-from support import TIERS, aligned, placed, streamed_units
+from support import TIERS, aligned, loaded, streamed_units
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -29,8 +26,8 @@ GENERATING = {architecture.name: architecture for architecture in ARCHITECTURES 
 CONVERTED = {"qwen3-moe", "mixtral", "jamba"}
 """Those that are stored expert by expert, and fused when they are loaded."""
 
-GREEDY = {"do_sample": False}
-SAMPLING = {"do_sample": True, "top_k": 40, "temperature": 1.5}
+GREEDY: dict[str, Any] = {"do_sample": False}
+SAMPLING: dict[str, Any] = {"do_sample": True, "top_k": 40, "temperature": 1.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +43,8 @@ class Case:
         return self.resident.to(device)
 
     def loaded(self, tier: str, device: str = "cpu") -> Any:
-        """Offloaded to `tier`, with the smallest window that will do: nearly all of it comes anew in each pass."""
-        with overspill.empty_weights():
-            model = self.architecture.build().eval()
-        plan = placed(overspill.plan(model, {}, device=device), tier)
-        units = [placement.unit for placement in plan.placements if placement.tier is not Tier.DEVICE]
-        plan = dataclasses.replace(plan, windows={plan.device: least_window(units)})
-        return overspill.load(model, self.checkpoint, plan, progress=False)
+        """Offloaded to `tier`, with a window that all of the model does not fit in."""
+        return loaded(self.architecture.build, self.checkpoint, tier, device)
 
 
 def stored(architecture: Architecture, folder: Path) -> Case:
@@ -100,19 +92,11 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True))
 
 
-def streamed_bytes(model: nn.Module, *, each_pass: bool = False) -> int:
-    """Bytes of the units that stream: all of them, or those that each token needs, without an encoder's."""
-    units = [unit for unit in streamed_units(model) if not (each_pass and "encoder" in unit.name.split("."))]
-    return sum(spec.nbytes for unit in units for spec in unit.store.layout.specs)
-
-
-def assert_streamed(moved: Counter[str], tier: str, model: nn.Module, passes: int) -> None:
-    """All that streams came once, and in each later pass again but for what a window can hold; from its tier."""
-    manager = managed(model)
-    assert manager is not None
-    again = streamed_bytes(model, each_pass=True) - sum(each.window.nbytes for each in manager.residencies)
-    assert again > 0
-    assert moved.total() >= streamed_bytes(model) + (passes - 1) * again
+def assert_streamed(moved: Counter[str], tier: str, model: nn.Module) -> None:
+    """All that streams came, from the tiers that have it, and where that is all of a model, some of it again."""
+    streamed = sum(spec.nbytes for unit in streamed_units(model) for spec in unit.store.layout.specs)
+    assert moved.total() >= streamed > 0
+    assert moved.total() > streamed or tier == "mixed"
     assert (moved["cpu"] > 0) == (tier in ("cpu", "mixed"))
     assert (moved["disk"] > 0) == (tier in ("disk", "mixed"))
 
@@ -127,7 +111,7 @@ def test_a_padded_batch_is_continued_token_for_token(
     model = case.loaded(tier, device)
     moved.clear()
     ours = generated_by(model, device, **choice)
-    assert_streamed(moved, tier, model, passes=8)
+    assert_streamed(moved, tier, model)
     assert_equal(ours, generated_by(case.on(device), device, **choice))
 
 
@@ -145,7 +129,7 @@ def test_beams(name: str, tier: str, device: str, choice: dict[str, Any], moved:
     model = case.loaded(tier, device)
     moved.clear()
     ours = generated_by(model, device, **choice)
-    assert_streamed(moved, tier, model, passes=8)
+    assert_streamed(moved, tier, model)
     assert_equal(ours, generated_by(case.on(device), device, **choice))
 
 
@@ -162,28 +146,25 @@ CACHES = [
 def test_caches_of_other_kinds(name: str, tier: str, cache: str, on: str, moved: Counter[str], tmp_path: Path) -> None:
     case = stored(GENERATING[name], tmp_path)
     model = case.loaded(tier, on)
-    choice = {**GREEDY, "cache_implementation": cache, "disable_compile": True}
+    choice: dict[str, Any] = {**GREEDY, "cache_implementation": cache, "disable_compile": True}
     moved.clear()
     ours = generated_by(model, on, **choice)
-    assert_streamed(moved, tier, model, passes=8)
+    assert_streamed(moved, tier, model)
     assert_equal(ours, generated_by(case.on(on), on, **choice))
     assert_equal(ours[:1], generated_by(case.on(on), on, **GREEDY)[:1])
 
 
 @pytest.fixture(scope="module")
 def drafter(llama: Case, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """The model's first layers: right often enough for some of what it drafts to be taken, and some not."""
-
-    def build() -> nn.Module:
-        config = transformers.LlamaConfig(**{**llama.resident.config.to_dict(), "num_hidden_layers": 2})
-        return transformers.LlamaForCausalLM(config)
-
-    resident: Any = build()
-    resident.load_state_dict(llama.resident.state_dict(), strict=False)
+    """The model with a little noise: some of what it drafts is taken, and some is not."""
+    resident = copy.deepcopy(llama.resident)
+    random = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in resident.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=random))
     folder = tmp_path_factory.mktemp("drafter")
     resident.save_pretrained(folder)
-    architecture = dataclasses.replace(llama.architecture, name="drafter", build=build)
-    return Case(architecture, folder, aligned(resident).eval())
+    return Case(llama.architecture, folder, aligned(resident))
 
 
 @pytest.mark.parametrize("choice", [GREEDY, SAMPLING], ids=["greedy", "sampling"])
@@ -193,17 +174,17 @@ def test_assisted_generation(
 ) -> None:
     model = llama.loaded(tier, device)
     assistant = drafter.loaded(tier, device) if assistant_too else drafter.on(device)
-    one_text = {"ids": IDS[:1], "mask": MASK[:1]}
+    one_text: dict[str, Any] = {"ids": IDS[:1], "mask": MASK[:1]}
     moved.clear()
     ours = generated_by(model, device, **one_text, assistant_model=assistant, **choice)
-    assert_streamed(moved, tier, model, passes=2)
+    assert_streamed(moved, tier, model)
     theirs = generated_by(llama.on(device), device, **one_text, assistant_model=drafter.on(device), **choice)
     assert_equal(ours, theirs)
 
 
 def test_a_text_that_is_looked_up_in_its_own_prompt(llama: Case, tier: str, device: str) -> None:
     ids = IDS[:1, :4].repeat(1, 3)
-    choice = {"ids": ids, "mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 3, **GREEDY}
+    choice: dict[str, Any] = {"ids": ids, "mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 3, **GREEDY}
     ours = generated_by(llama.loaded(tier, device), device, **choice)
     assert_equal(ours, generated_by(llama.on(device), device, **choice))
 
@@ -244,18 +225,15 @@ def prompts(tokenizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("prompt", ["hello how", ["hello how are w7 ?", "how w9"], [{"role": "user", "content": "?"}]])
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_pipeline(
-    llama: Case, tokenizer: Any, tier: str, device: str, prompt: Any, batch_size: int, moved: Counter[str]
-) -> None:
+def test_a_pipeline(llama: Case, tokenizer: Any, tier: str, device: str, prompt: Any, moved: Counter[str]) -> None:
     model = llama.loaded(tier, device)
     answers = []
     for each in (model, llama.on(device)):
         moved.clear()
-        pipe = transformers.pipeline("text-generation", model=each, tokenizer=tokenizer, batch_size=batch_size)
+        pipe = transformers.pipeline("text-generation", model=each, tokenizer=tokenizer, batch_size=2)
         answers.append(pipe(prompt, max_new_tokens=6, min_new_tokens=6, do_sample=False))
         if each is model:
-            assert_streamed(moved, tier, model, passes=6)
+            assert_streamed(moved, tier, model)
     assert answers[0] == answers[1]
     assert str(answers[0]) != str(prompt)
 
@@ -345,8 +323,9 @@ def assert_same_files(ours: Path, theirs: Path, name: str = "model.safetensors")
 
 @pytest.mark.usefixtures("_small_tensors_leave")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "optim": "sgd"}], ids=["plain", "more"])
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama-tied", {}), ("qwen3-moe", {"gradient_accumulation_steps": 2, "optim": "sgd"})]
+)
 def test_trainer_trains_the_same_weights(name: str, strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
     case = stored(GENERATING[name], tmp_path / "stored")
     model, resident = copy.deepcopy(case.resident), copy.deepcopy(case.resident)
@@ -380,7 +359,9 @@ def test_trainer_goes_on_from_a_checkpoint_of_an_offloaded_model(llama: Case, st
     assert_same_state(second, resident)
 
 
-def test_trainer_saves_a_model_that_is_offloaded(case: Case, tier: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "t5"])
+def test_trainer_saves_a_model_that_is_offloaded(name: str, tier: str, tmp_path: Path) -> None:
+    case = stored(GENERATING[name], tmp_path / "stored")
     model = case.loaded(tier)
     with torch.no_grad():
         next(model.parameters()).mul_(2)
@@ -450,7 +431,7 @@ def test_a_lora_that_is_trained_on_an_offloaded_base_and_its_merge(
             model.enable_input_require_grads()
     moved.clear()
     ours = train(models[0])
-    assert_streamed(moved, tier, offloaded, passes=5)
+    assert_streamed(moved, tier, offloaded)
     assert torch.equal(torch.stack(ours), torch.stack(train(models[1])))
     assert ours[-1] < ours[0]
     assert_same_adapter(*models)
