@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import overspill
+from overspill.errors import StateError
 from overspill.managed import managed
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units, window_bytes_in_use
 
@@ -150,6 +151,39 @@ def test_a_weight_used_without_its_module_being_called_is_right(model: Net, refe
     for ours, theirs in ((model.embed, reference.embed), (model.blocks[1].up, reference.blocks[1].up)):
         assert torch.equal(functional.linear(x, ours.weight), functional.linear(x, theirs.weight))
     assert torch.equal(model.blocks[2].up.forward(x), reference.blocks[2].up.forward(x))
+
+
+def test_a_weight_that_is_assigned_what_it_is_stays_right(model: Net, reference: Net, device: str) -> None:
+    """Trainer calls `model.to(device)` whatever the device is, and that assigns every parameter its own data."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data
+    homes = {name: type(parameter) for name, parameter in model.named_parameters()}
+    assert nn.ModuleList([model]).to(device)[0] is model
+    assert {name: type(parameter) for name, parameter in model.named_parameters()} == homes
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(ours.detach().cpu(), theirs.detach().cpu()), name
+    assert torch.equal(model(IDS), run(reference, IDS))
+
+
+@pytest.mark.parametrize(
+    ("convert", "become"),
+    [(nn.Module.half, "float16"), (nn.Module.double, "float64"), (lambda m: m.to("meta"), "meta")],
+)
+def test_a_model_that_cannot_become_another_in_place_says_so_and_runs_on(
+    model: Net, reference: Net, convert: Callable[[nn.Module], nn.Module], become: str
+) -> None:
+    with pytest.raises(StateError, match=rf"become .*{become}.*overspill\.restore"):
+        convert(model)
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in reference.parameters()}
+    assert torch.equal(model(IDS), run(reference, IDS))
+
+
+def test_addresses_tell_ties_from_equal_weights(device: str, tmp_path: Path) -> None:
+    """PEFT asks for them when it merges an adapter."""
+    model = loaded(Net, save_checkpoint(Net(), tmp_path), "disk", device)
+    assert isinstance(model, Net)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr() != 0
+    assert model.blocks[0].up.weight.data_ptr() != model.blocks[1].up.weight.data_ptr()  # type: ignore[union-attr, operator]
 
 
 def test_reading_a_weight_in_functions_takes_no_memory_for_good(device: str, tmp_path: Path) -> None:

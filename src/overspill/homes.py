@@ -336,6 +336,8 @@ class DiskTensor(_Home, torch.Tensor):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
+        if isinstance(values, DiskTensor) and values._overspill_values is self._overspill_values:
+            return  # `module.to(...)` and `module.float()` assign what is right already: it stays on disk
         if TensorSpec.of(values) != self._overspill_values.spec:
             raise StateError(
                 f"{self._overspill_values.name} is {self._overspill_values.spec} on disk and cannot become "
@@ -360,19 +362,17 @@ class DiskTensor(_Home, torch.Tensor):
     def _plain(self) -> torch.Tensor:
         return plain_parameter(self._overspill_values.read().clone(), self)
 
-    def data_ptr(self) -> NoReturn:
-        self._refuse("address")
+    def data_ptr(self) -> int:
+        # PEFT compares addresses to see whether a tie still holds. What is at one can be written, as through a view.
+        return self._overspill_values.promote().data_ptr()
 
     def untyped_storage(self) -> NoReturn:
-        self._refuse("storage")
+        raise StateError(
+            f"{self._overspill_values.name} lies on disk and has no storage. Copy it first: parameter.detach().clone()"
+        )
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._overspill_values.promote().__dlpack__(**options)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise StateError(
-            f"{self._overspill_values.name} lies on disk and has no {what}. Copy it first: parameter.detach().clone()"
-        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub leaves out func

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overspill.attach import MANAGER, Added, AlignScope, Interception, ModelScope, Scope, UnitScope
+from overspill.devices import CPU
+from overspill.errors import StateError
 from overspill.files import Files
 from overspill.gate import gate_of
 from overspill.homes import DiskTensor, HostTensor
@@ -159,6 +161,36 @@ class Managed:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+
+def _apply(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    """`model.to(...)`, `.half()` and the like: what is offloaded stays where it is, and the rest moves.
+
+    Trainer moves its model to the device that computes. What is offloaded gets there by itself, unit by unit.
+    """
+    manager = managed(model)
+    assert manager is not None
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    rest_there = True
+    for dtype in {tensor.dtype for tensor in tensors if isinstance(tensor, HostTensor | DiskTensor)}:
+        converted = convert(torch.empty(0, dtype=dtype))
+        if converted.dtype != dtype or converted.device not in (CPU, manager.plan.device):
+            raise StateError(
+                f"this model has offloaded weights of {dtype} for {manager.plan.device}, which cannot become "
+                f"{converted.dtype} on {converted.device} in place. overspill.restore(model, device=..., dtype=...) "
+                "makes it an ordinary one first"
+            )
+        rest_there = rest_there and converted.device == CPU  # where homes are
+
+    def converted_or_kept(tensor: torch.Tensor) -> torch.Tensor:
+        stays = isinstance(tensor, HostTensor | DiskTensor) and not rest_there
+        return tensor if stays else convert(tensor)
+
+    type(model)._apply(model, converted_or_kept, *args, **kwargs)
+    return model
+
+
+METHODS["_apply"] = Method(lambda model: True, _apply)
 
 
 def _idle(reference: "weakref.ref[Managed]") -> None:
