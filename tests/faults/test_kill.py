@@ -15,6 +15,7 @@ PROGRAM = """
 
     import pytest
     import torch
+    import torch._dynamo  # which the children would import one by one, as soon as they load something
 
     import overspill
     from faults.injection import Faults, install
