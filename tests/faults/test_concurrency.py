@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ import overspill
 from faults.injection import delayed
 from faults.test_random_sequences import bits, same, state_of, stored_in
 from overspill.checkpoint.reader import FileReader
+from overspill.homes import DiskTensor
+from overspill.residency import Residency
 from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
 from support import Net, aligned, run, run_program
@@ -151,6 +154,30 @@ def all_verbs_on_models_of_their_own(seed: int, device: str, folder: Path, turns
         for number, twin in enumerate(sources):
             crew.add(work, number, twin)
         crew.run()
+
+
+def test_a_forward_that_ends_beside_a_backward_shows_the_homes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = aligned(Net())
+    overspill.offload(model, to="disk", min_bytes=0)
+    block, x = model.get_submodule("blocks.1"), torch.randn(2, 32, requires_grad=True)
+    output, crew = block(x).sum(), Crew()
+    inside, go_on, wait_for = threading.Event(), threading.Event(), Residency._wait_for
+
+    def pausing(self: Residency, *args: Any) -> None:
+        if threading.current_thread() is backward:
+            inside.set()
+            assert go_on.wait(WATCHED)
+        wait_for(self, *args)
+
+    monkeypatch.setattr(Residency, "_wait_for", pausing)
+    backward = crew.add(lambda: output.backward())
+    crew._go.set()
+    assert inside.wait(WATCHED)
+    block(x)
+    shown = {name: type(parameter) for name, parameter in block.named_parameters()}
+    go_on.set()
+    crew.run()
+    assert set(shown.values()) == {DiskTensor}, shown
 
 
 SCENES = [all_verbs_on_one_model, all_verbs_on_models_of_their_own]
