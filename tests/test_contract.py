@@ -319,6 +319,16 @@ def test_a_write_through_an_alias_that_was_kept_is_seen(model: Net, reference: N
                 assert torch.equal(model(IDS), run(reference, IDS))
 
 
+def test_a_write_through_a_view_that_is_gone_is_seen_also_the_second_time(model: Net, reference: Net) -> None:
+    for value in (0.5, 0.25, 0.125):  # the first one brings a weight from disk into memory, where the others meet it
+        for write in (lambda p, value: p[1].fill_(value), lambda p, value: p.view(-1)[:5].mul_(value)):
+            with torch.no_grad():
+                model(IDS)
+                for block in (*model.blocks, *reference.blocks):  # whichever of them the window has kept
+                    write(block.up.weight, value)
+                assert torch.equal(model(IDS), run(reference, IDS))
+
+
 def test_what_a_forward_writes_to_its_own_weights_is_kept(tier: str, device: str, tmp_path: Path) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:

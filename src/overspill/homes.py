@@ -243,6 +243,9 @@ class DiskValues:
             if self.memory is None:
                 self._settle(self._from_files())
             assert self.memory is not None
+            assert self._slot is not None
+            # Whoever gets it may write through a view, which has a version of its own, and be gone by the next stamp.
+            self._slot.uses += 1
             return self.memory
 
     def replace(self, values: torch.Tensor, *, seen: bool = True) -> None:

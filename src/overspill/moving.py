@@ -300,7 +300,7 @@ class Mover:
         streamed: list[tuple[Placement, StreamedUnit]] = []
         for placement, unit, indices in kept:
             whole = len(indices) == len(unit.store.homes)
-            streamed.append((placement, unit if whole else unit.part(indices)))
+            streamed.append((placement, unit.again() if whole else unit.part(indices)))
         for placement, store in staged.stores:
             tensors = self._tensors(placement.unit)
             for tensor in tensors if self.remembers else ():

@@ -100,6 +100,7 @@ class Residency:
                 self._trained = line
             for unit in root.units:
                 unit.users += 1
+                unit.calls += 1
                 use.units.append(unit)
             for unit in root.units:
                 self._drop_outdated(unit, users=1)
@@ -127,12 +128,13 @@ class Residency:
 
     def _end_use(self, unit: StreamedUnit, end: torch.Event | None) -> None:
         unit.users -= 1
+        unit.calls -= 1
         if unit.slab is not None:
             unit.slab.used_until(end)
-        if unit.users == 0:
+        if unit.calls == 0:  # a backward of another thread that has it yet needs the slab only
             unit.unbind()
-            if unit.fetch is not None and (not unit.fetch.finished() or unit.fetch.error is not None):
-                self._drop(unit)
+        if unit.users == 0 and unit.fetch is not None and (not unit.fetch.finished() or unit.fetch.error is not None):
+            self._drop(unit)
 
     def loans(self, use: "Use") -> list[tuple[Store, Slab, Loan]]:
         """What a call computes with, and how its backward gets that again."""

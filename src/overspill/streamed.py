@@ -69,6 +69,7 @@ class StreamedUnit:
         self.nbytes = store.layout.nbytes
         self.kept = kept  # the window has room for it beside what streams through: once there, it stays
         self.users = 0
+        self.calls = 0  # of the users: those that the modules show live tensors for. The others are backwards
         self.slab: Slab | None = None
         self.fetch: Fetch | None = None
         self.checked_in = -1  # the pass in which the copy was last compared with the homes
@@ -85,6 +86,13 @@ class StreamedUnit:
         """Some of its tensors, where they are, as a unit of their own. This one is not used any more."""
         places = [self._places[index] for index in indices]
         return StreamedUnit(self.name, self.store.part(indices), places, self.device, kept=self.kept)
+
+    def again(self) -> "StreamedUnit":
+        """The same tensors as another unit, for another residency.
+
+        A backward that began before has this one, under its residency's lock, and may be waiting for it right now.
+        """
+        return StreamedUnit(self.name, self.store, self._places, self.device, kept=self.kept)
 
     # HOME -> FETCHING, and back to HOME from anywhere.
 

@@ -1,0 +1,121 @@
+"""A thousand forwards, hundreds of loads and restores: memory, descriptors and threads stay as they were."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import overspill
+from faults.injection import anonymous_bytes, descriptors
+from overspill.devices import HostPages
+from support import Net, aligned, loaded, run, save_checkpoint
+
+IDS = torch.arange(8).view(1, 8)
+WIDTH = 64
+SLACK = 4 << 20  # what allocators keep, and where Python's own caches settle
+
+
+def build() -> nn.Module:
+    return Net(blocks=3, width=WIDTH)
+
+
+@pytest.fixture
+def reference(device: str) -> nn.Module:
+    return aligned(build()).eval().to(device)
+
+
+@pytest.fixture
+def checkpoint(reference: nn.Module, tmp_path: Path) -> Path:
+    return save_checkpoint(reference, tmp_path / "checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def _frozen() -> Iterator[None]:
+    """What was there before is left out of collections, of which there are many here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def held() -> tuple[int, int, int]:
+    gc.collect()
+    pages = sum(type(thing) is HostPages for thing in gc.get_objects())
+    return pages, len(descriptors()), threading.active_count()
+
+
+def assert_flat(work: Callable[[], None], *, rounds: int, allowed: int) -> None:
+    """`work`, done `rounds` times after a tenth as many to settle, leaves memory, files and threads as they were."""
+    for _ in range(max(rounds // 10, 5)):
+        work()
+    before, memory = held(), anonymous_bytes()
+    for _ in range(rounds):
+        work()
+    assert held() == before
+    grown = anonymous_bytes() - memory
+    assert grown <= allowed, f"{grown} bytes in {rounds} rounds"
+
+
+def forward_often(model: nn.Module, reference: nn.Module, rounds: int) -> None:
+    with torch.no_grad():
+        expected = run(reference, IDS)
+
+    def work() -> None:
+        with torch.no_grad():
+            assert torch.equal(model(IDS), expected)
+
+    assert_flat(work, rounds=rounds, allowed=SLACK)
+
+
+@pytest.mark.parametrize("tier", ["disk", "mixed"])
+def test_a_thousand_forwards(tier: str, device: str, checkpoint: Path, reference: nn.Module) -> None:
+    forward_often(loaded(build, checkpoint, tier, device), reference, 1000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tier", ["cpu", "disk", "mixed"])
+def test_ten_thousand_forwards(tier: str, device: str, checkpoint: Path, reference: nn.Module) -> None:
+    forward_often(loaded(build, checkpoint, tier, device), reference, 10_000)
+
+
+def cycle_often(checkpoint: Path, reference: nn.Module, device: str, folder: Path, rounds: int) -> None:
+    with torch.no_grad():
+        expected = run(reference, IDS)
+
+    def work() -> None:
+        model = loaded(build, checkpoint, "mixed", device)
+        with torch.no_grad():
+            assert torch.equal(model(IDS), expected)
+        overspill.restore(model)
+        overspill.offload(model, to="disk", modules="blocks.1", folder=folder, device=device)
+        with torch.no_grad():
+            assert torch.equal(model(IDS), expected)
+        overspill.restore(model, delete=True)
+
+    assert_flat(work, rounds=rounds, allowed=SLACK)
+    assert not folder.exists()
+
+
+def test_sixty_cycles_of_load_restore_offload_restore(
+    device: str, checkpoint: Path, reference: nn.Module, tmp_path: Path
+) -> None:
+    cycle_often(checkpoint, reference, device, tmp_path / "offload", 60)
+
+
+@pytest.mark.soak
+def test_a_thousand_cycles_of_load_restore_offload_restore(
+    device: str, checkpoint: Path, reference: nn.Module, tmp_path: Path
+) -> None:
+    cycle_often(checkpoint, reference, device, tmp_path / "offload", 1000)
+
+
+def test_two_hundred_cycles_of_load_and_restore(device: str, checkpoint: Path, reference: nn.Module) -> None:
+    def work() -> None:
+        model = overspill.restore(loaded(build, checkpoint, "disk", device))
+        assert torch.equal(model.get_parameter("embed.weight"), reference.get_parameter("embed.weight"))
+
+    assert_flat(work, rounds=200, allowed=SLACK)
