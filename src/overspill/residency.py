@@ -165,8 +165,6 @@ class Residency:
         finally:
             with self._changed:
                 unit.users -= 1
-                if unit.users == 0 and unit.is_bound:  # a call that ended meanwhile has left that to us
-                    unit.unbind()
                 self._changed.notify_all()
 
     def _begin_backward(self) -> None:

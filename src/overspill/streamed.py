@@ -181,11 +181,6 @@ class StreamedUnit:
         if not self._strays:
             self._bind_strays(root)
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether modules show live tensors of it."""
-        return bool(self._bound)
-
     def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor) -> None:
         table = table_of(place)
         if table.get(place.name) is not home:
