@@ -35,26 +35,7 @@ COMMON = """
 
     SMALL = dict(vocab_size=1000, num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)
 
-    def held():
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-
-    class Watch:
-        # The most that is held while the block runs, over what was held before it.
-        def __enter__(self):
-            self.before, self.growth, self._done = held(), 0, threading.Event()
-            self._thread = threading.Thread(target=self._run)
-            self._thread.start()
-            return self
-
-        def _run(self):
-            while not self._done.wait(0.002):
-                self.growth = max(self.growth, held() - self.before)
-
-        def __exit__(self, *exc):
-            self.growth = max(self.growth, held() - self.before)
-            self._done.set()
-            self._thread.join()
+    from memory_watch import Watch
 """
 
 EXPERTS = """

@@ -593,25 +593,7 @@ MEMORY = """
 
     import overspill
 
-    def held():
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-
-    class Watch:
-        # The most that is held while the block runs, over what was held before it.
-        def __enter__(self):
-            self.before, self.growth, self._done = held(), 0, threading.Event()
-            self._thread = threading.Thread(target=self._run)
-            self._thread.start()
-            return self
-
-        def _run(self):
-            while not self._done.wait(0.001):
-                self.growth = max(self.growth, held() - self.before)
-
-        def __exit__(self, *exc):
-            self._done.set()
-            self._thread.join()
+    from memory_watch import Watch
 
     with overspill.empty_weights():
         model = nn.Sequential(nn.Embedding(25_000, 1024), *(nn.Linear(2048, 2048) for _ in range(12)))

@@ -424,3 +424,11 @@ def disk_home(values: DiskValues, like: torch.Tensor) -> torch.Tensor:
         home = nn.Parameter(home, like.requires_grad)
     home.__dict__.update(like.__dict__)  # what libraries note on their parameters
     return home
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, home or not: its own memory where it has some."""
+    if isinstance(tensor, DiskTensor):
+        return tensor._overspill_values.read()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()

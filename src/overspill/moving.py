@@ -19,7 +19,7 @@ from overspill.config import format_size
 from overspill.devices import ALONE_ON_ITS_PAGES, CPU, PinnedRanges, copy_bytes, files_in_memory, free_memory
 from overspill.errors import BudgetError, StateError
 from overspill.files import Files
-from overspill.homes import DiskTensor, DiskValues, HostTensor
+from overspill.homes import DiskTensor, DiskValues, HostTensor, ordinary
 from overspill.managed import Managed, Training
 from overspill.plan import Placement, Plan, Rates, Tier
 from overspill.rehoming import Origin, check_can_turn, let_go, plain_kind, turn_into_plain
@@ -131,7 +131,7 @@ class Mover:
             if isinstance(tensor, DiskTensor):
                 values = self._read(tensor, device, dtype, pieces)
             else:
-                values = _cast(_ordinary(tensor), device, dtype)
+                values = _cast(ordinary(tensor), device, dtype)
             self._staged.plain.append((tensor, values))
         for device, wanted_pieces in pieces.items():
             fetch = self._transfer(device).from_disk(merged(wanted_pieces), self._files.reader)
@@ -164,10 +164,10 @@ class Mover:
             if placement.device != CPU and all(self._can_be_pinned(name, mapped) for name in placement.unit.tensors)
         ]
         large = [tensor for p in in_place for tensor in self._tensors(p.unit) if tensor.nbytes >= ALONE_ON_ITS_PAGES]
-        pinned = PinnedRanges([_ordinary(tensor) for tensor in large])
+        pinned = PinnedRanges([ordinary(tensor) for tensor in large])
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for placement in placements:
-            tensors = [_ordinary(tensor) for tensor in self._tensors(placement.unit)]
+            tensors = [ordinary(tensor) for tensor in self._tensors(placement.unit)]
             layout = Layout.of([TensorSpec.laid_out_as(tensor) for tensor in tensors])
             if placement in in_place:
                 store = HostStore.in_place(layout, tensors, pinned)
@@ -238,7 +238,7 @@ class Mover:
     def _to_write(self, name: str) -> BundleTensor:
         tensor = self.groups[name].tensor
         spec = TensorSpec.laid_out_as(tensor)
-        return BundleTensor(name, spec, spec.strides, lambda: spec.flat(_ordinary(tensor)).to(CPU).view(torch.uint8))
+        return BundleTensor(name, spec, spec.strides, lambda: spec.flat(ordinary(tensor)).to(CPU).view(torch.uint8))
 
     def _tensors(self, unit: Unit) -> list[torch.Tensor]:
         return [self.groups[name].tensor for name in unit.tensors]
@@ -475,14 +475,6 @@ def _holds(unit: StreamedUnit, tensor: torch.Tensor) -> bool:
 
 def _files_of(units: Iterable[StreamedUnit]) -> set[SourceFile]:
     return {file for unit in units for file in unit.store.files()}
-
-
-def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, home or not: its own memory where it has some."""
-    if isinstance(tensor, DiskTensor):
-        return tensor._overspill_values.read()
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
 
 
 def _cast(values: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:

@@ -13,14 +13,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.publishing import publish
 from overspill.checkpoint.reader import FileReader
-from overspill.checkpoint.rearranging import Rearrangement, as_they_are
+from overspill.checkpoint.rearranging import Rearrangement
 from overspill.checkpoint.safetensors_header import DTYPES
 from overspill.checkpoint.sharding import cut_into_files
+from overspill.checkpoint.traced import as_they_are
 from overspill.checkpoint.writer import SafetensorsWriter
 from overspill.config import MIB, parse_size
 from overspill.devices import CPU, buffer_of
 from overspill.errors import CheckpointError, SaveError
-from overspill.homes import DiskTensor, DiskValues
+from overspill.homes import DiskTensor, DiskValues, ordinary
 from overspill.integrations.transformers import reverted
 from overspill.managed import managers_of
 from overspill.offloading import changing
@@ -60,7 +61,7 @@ class Output:
         """An ordinary tensor: the model's own where that will do."""
         whole = self._whole()
         if whole is not None:
-            return _ordinary(whole).reshape(self.spec.shape)
+            return ordinary(whole).reshape(self.spec.shape)
         values = torch.empty(self.spec.shape, dtype=self.spec.dtype)
         self.made_of.fill(values, self._elements)
         return values
@@ -99,15 +100,8 @@ def in_files(tensor: torch.Tensor) -> DiskValues | None:
     return values if values.memory is None and values.spec.strides is None else None
 
 
-def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DiskTensor):
-        return tensor._overspill_values.read()
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return _ordinary(tensor).resolve_conj().resolve_neg().contiguous().view(-1)  # what is negated only when read
+    return ordinary(tensor).resolve_conj().resolve_neg().contiguous().view(-1)  # what is negated only when read
 
 
 class StateDict(Mapping[str, torch.Tensor]):

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.checkpoint import rearranging
-from overspill.checkpoint.rearranging import NotARearrangementError, Rearrangement, Traced, as_they_are
+from overspill.checkpoint import rearranging, traced
+from overspill.checkpoint.rearranging import Rearrangement
+from overspill.checkpoint.traced import NotARearrangementError, Traced, as_they_are
 from overspill.tensors import TensorSpec
 
 Make = Callable[..., Any]
@@ -442,7 +443,7 @@ def test_joining_with_values_that_are_not_stored_is_refused() -> None:
 
 
 def test_more_blocks_than_can_be_followed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rearranging, "_MOST_BOXES", 10)
+    monkeypatch.setattr(traced, "_MOST_BOXES", 10)
     source(10, 3).t().reshape(-1)
     with pytest.raises(NotARearrangementError, match="more than 10 blocks"):
         source(3, 11).t().reshape(-1)

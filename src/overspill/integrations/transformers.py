@@ -18,7 +18,8 @@ from torch import nn
 
 from overspill.checkpoint.conversion import ConvertedTensor, Stored
 from overspill.checkpoint.index import CheckpointIndex
-from overspill.checkpoint.rearranging import NotARearrangementError, Rearrangement, Traced, as_they_are
+from overspill.checkpoint.rearranging import Rearrangement
+from overspill.checkpoint.traced import NotARearrangementError, Traced, as_they_are
 from overspill.errors import ConversionError, PlanError
 from overspill.tensors import TensorSpec, tensor_groups
 
