@@ -1,5 +1,6 @@
 """What Transformers does with a model, done with an offloaded one: the texts are those of the resident model."""
 
+import contextlib
 import copy
 import dataclasses
 import threading
@@ -245,7 +246,11 @@ def test_inputs_may_stay_where_they_are_or_go_to_the_model(
     model, resident = llama.loaded(tier, device), llama.on(device)
     inputs = prompts(tokenizer)
     theirs = resident.generate(**prompts(tokenizer).to(device), max_new_tokens=6, do_sample=False)
-    ours = model.generate(**(inputs.to(model.device) if to_the_model else inputs), max_new_tokens=6, do_sample=False)
+    assert model.device == torch.device(device), "where it computes, not where its weights rest"
+    crosses = not to_the_model and device != "cpu"
+    with pytest.warns(UserWarning, match="`input_ids` is on cpu") if crosses else contextlib.nullcontext():
+        given = inputs.to(model.device) if to_the_model else inputs
+        ours = model.generate(**given, max_new_tokens=6, do_sample=False)
     assert ours.device == (model.device if to_the_model else torch.device("cpu"))
     assert tokenizer.batch_decode(ours) == tokenizer.batch_decode(theirs)
 

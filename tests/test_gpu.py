@@ -12,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.checkpoint.reader import FileReader
+from overspill.managed import managed
 from overspill.slab import Window
 from overspill.transfer import Transfer
 from support import TIERS, Net, aligned, loaded, placed, run, save_checkpoint, streamed_units
@@ -301,3 +302,25 @@ def test_host_memory_is_pinned_where_it_lies_and_what_lies_beside_it_can_still_b
     overspill.restore(model)
     assert torch.equal(model[0].weight, reference[0].weight.cpu())
     assert all(torch.equal(each.cuda().cpu(), each) for each in beside)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_memory_that_torch_gives_to_a_window_is_not_overwritten_while_queued_work_reads_it(tier: str) -> None:
+    model = Wide().cuda()
+    overspill.offload(model, to=tier)  # its window is taken for calls only
+    x = X.cuda()
+    with torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    manager = managed(model)
+    assert manager is not None
+    (window,) = manager.windows.values()
+    torch.cuda.empty_cache()
+    for _ in range(3):
+        earlier = torch.ones(window.nbytes, dtype=torch.uint8, device="cuda")
+        torch.cuda._sleep(200_000_000)  # a tenth of a second: the host is far ahead
+        copy_of_it = earlier.clone()
+        del earlier  # torch's allocator gives it to the window, for the same stream
+        with torch.no_grad():
+            model(x)
+        assert int(copy_of_it.ne(1).sum()) == 0

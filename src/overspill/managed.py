@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -49,6 +49,10 @@ class Method:
 
 METHODS: Final[dict[str, Method]] = {}
 """By name; whoever knows such classes fills this in."""
+
+
+WHEN_MANAGED: Final[list[Callable[[nn.Module], None]]] = []
+"""Called with each model that streams something from now on."""
 
 
 class _BoundMethod(Added):
@@ -102,9 +106,11 @@ class Managed:
             for name, method in METHODS.items():
                 if method.applies(model):
                     model.__dict__[name] = _BoundMethod(model, method.function)
+            for call in WHEN_MANAGED:
+                call(model)
         for unit in units.values():
             for home in unit.store.homes:
-                _managed_by[home] = weakref.ref(self)
+                _managed_by[home] = _Keeper(weakref.ref(self), unit.device)
         self.gate.on_idle = partial(_idle, weakref.ref(self))
 
     def _scopes(self, model: nn.Module) -> dict[nn.Module, list[Callable[[], Scope]]]:
@@ -204,16 +210,29 @@ def _nothing() -> None:
     """What an ordinary model does when it is idle."""
 
 
+class _Keeper(NamedTuple):
+    """Whoever manages a home, be it for a larger model, or for another one; and where it computes."""
+
+    manager: "weakref.ref[Managed]"
+    device: torch.device
+
+
 _managed_by = WeakTensorKeyDictionary()
-"""From each home to a weak reference to whoever manages it, be it for a larger model, or for another one."""
+"""From each home to its `_Keeper`."""
+
+
+def computes_on(home: torch.Tensor) -> torch.device | None:
+    """Where an offloaded tensor is brought to be computed with; None for one that nobody manages."""
+    keeper: _Keeper | None = _managed_by.get(home)
+    return None if keeper is None else keeper.device
 
 
 def managers_of(module: nn.Module) -> list[Managed]:
     """Whoever manages `module`, modules in it, or tensors of them."""
     own = (managed(part) for part in module.modules())
     tensors = itertools.chain(module.parameters(), module.buffers())
-    references = (_managed_by.get(tensor) for tensor in tensors if isinstance(tensor, HostTensor | DiskTensor))
-    managers = itertools.chain(own, (reference() for reference in references if reference is not None))
+    keepers = (_managed_by.get(tensor) for tensor in tensors if isinstance(tensor, HostTensor | DiskTensor))
+    managers = itertools.chain(own, (keeper.manager() for keeper in keepers if keeper is not None))
     return list(dict.fromkeys(manager for manager in managers if manager is not None))
 
 

@@ -86,7 +86,9 @@ class _Arena:
         self.nbytes = nbytes
         self._made_on = current_stream(device)
         self._streams = set(streams)  # that use it
-        self._gaps = [_Gap(0, nbytes)]
+        # Torch's allocator gives memory that work queued on this stream may still use: copies on others must wait.
+        made = record_event(device)
+        self._gaps = [_Gap(0, nbytes, [] if made is None else [made])]
         self._returned: deque[_Gap] = deque()  # filled by finalizers, which may run in any thread and must not lock
 
     def take(self, nbytes: int, *, to_stay: bool) -> Slab | None:
@@ -185,9 +187,6 @@ def extra_slab(nbytes: int, device: torch.device, streams: Sequence[torch.Stream
     """A slab outside any window, for the rare call that could otherwise never go on."""
     slab = _Arena(max(nbytes, 1), device, streams).take(max(nbytes, 1), to_stay=False)
     assert slab is not None
-    now = record_event(device)
-    if now is not None:
-        slab.overwrite_after.append(now)
     return slab
 
 

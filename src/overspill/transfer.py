@@ -140,20 +140,43 @@ class Fetch:
 
 
 class _Ring:
-    """A fixed number of pinned chunks. A chunk in use by a copy comes back with the event that ends the copy."""
+    """Pinned chunks, made when they are needed, up to a fixed number.
+
+    A chunk in use by a copy comes back with the event that ends the copy.
+    """
 
     def __init__(self, chunks: int, device: torch.device) -> None:
-        size = CHUNK + 2 * DIRECT_ALIGNMENT  # a direct read starts and ends on a page
-        self._memory = pinned_bytes(chunks * size, device)
+        self._device = device
         self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.Event | None]] = queue.SimpleQueue()
-        for chunk in self._memory.split(size):
-            self._free.put((chunk, None))
+        self._may_be_made: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        for _ in range(chunks):
+            self._may_be_made.put(True)
 
     def take(self) -> torch.Tensor:
+        if self._free.empty():
+            chunk = self._another()
+            if chunk is not None:
+                return chunk
         chunk, copied = self._free.get()
-        if copied is not None:
+        if copied is not None and not copied.query():
+            another = self._another()
+            if another is not None:
+                self.give(chunk, copied)
+                return another
             copied.synchronize()  # the device still reads from this chunk
         return chunk
+
+    def _another(self) -> torch.Tensor | None:
+        """A fresh chunk, while there may be more of them."""
+        try:
+            self._may_be_made.get_nowait()
+        except queue.Empty:
+            return None
+        try:
+            return pinned_bytes(CHUNK + 2 * DIRECT_ALIGNMENT, self._device)  # a direct read starts and ends on a page
+        except BaseException:
+            self._may_be_made.put(True)
+            raise
 
     def give(self, chunk: torch.Tensor, copied: torch.Event | None) -> None:
         self._free.put((chunk, copied))

@@ -114,12 +114,12 @@ def _load_on_meta(file: BinaryIO, path: Path) -> object:
 
 def _read_pickle(file: BinaryIO) -> bytes:
     """The very bytes that torch.load will unpickle: not every reader of archives finds the same record by a name."""
+    with zipfile.ZipFile(file) as records:
+        sizes = [record.file_size for record in records.infolist() if record.filename.lower().endswith(_PICKLE)]
+    if max(sizes, default=0) > MAX_HEADER:  # whichever of them is the one
+        raise ValueError(f"its pickle has {max(sizes)} bytes")
     file.seek(0)
-    archive = torch._C.PyTorchFileReader(file)
-    nbytes = archive.get_record_size(_PICKLE)
-    if nbytes > MAX_HEADER:
-        raise ValueError(f"its pickle has {nbytes} bytes")
-    content: bytes = archive.get_record(_PICKLE)
+    content: bytes = torch._C.PyTorchFileReader(file).get_record(_PICKLE)
     return content
 
 

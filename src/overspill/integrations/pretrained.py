@@ -14,8 +14,9 @@ from torch import nn
 from overspill.checkpoint import CheckpointIndex, open_checkpoint
 from overspill.errors import CheckpointNotFoundError, PlanError, SaveError
 from overspill.homes import DiskTensor
+from overspill.integrations.compute_device import teach_classes_of
 from overspill.integrations.transformers import is_transformers_model, keep_islands
-from overspill.managed import METHODS, Method
+from overspill.managed import METHODS, WHEN_MANAGED, Method
 from overspill.saving import save_model
 from overspill.skeleton import empty_weights
 
@@ -264,3 +265,4 @@ class _Upload:
 
 
 METHODS["save_pretrained"] = Method(is_transformers_model, save_pretrained)
+WHEN_MANAGED.append(teach_classes_of)
