@@ -41,7 +41,7 @@ unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(PYTEST_ARGS)
 
 gpu-test: ## the tests that need a CUDA device; fails where there is none
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m "gpu and not soak" tests $(PYTEST_ARGS)
 
 soak: $(INSTALLED) ## the tests that take minutes: fuzzing by the hundred thousand
 	$(BIN)/python -m pytest -n $(WORKERS) -m "soak and not gpu" $(PYTEST_ARGS)

@@ -135,15 +135,22 @@ def test_beams(name: str, tier: str, device: str, choice: dict[str, Any], moved:
 
 
 CACHES = [
-    pytest.param("static", "cpu", id="static-cpu"),
-    pytest.param("static", "cuda:0", id="static-cuda", marks=pytest.mark.gpu),
-    pytest.param("offloaded", "cuda:0", id="offloaded-cuda", marks=pytest.mark.gpu),  # it has streams, so no CPU
-    pytest.param("offloaded_static", "cuda:0", id="offloaded-static-cuda", marks=pytest.mark.gpu),
+    *[pytest.param(name, "static", "cpu", id=f"{name}-static-cpu") for name in ("llama", "gemma3", "bart")],
+    *[
+        pytest.param(name, "static", "cuda:0", id=f"{name}-static-cuda", marks=pytest.mark.gpu)
+        for name in ("llama", "gemma3", "bart")
+    ],
+    # It has streams, so no CPU. And no encoder-decoder: a resident one, too, meets its own cross-attention's keys on
+    # the CPU (Transformers 5.17). Nor "offloaded_static", of which a resident Llama gave other logits than with
+    # "static" in 14 of 40 tries (H200, 5.17): there is nothing to compare with.
+    *[
+        pytest.param(name, "offloaded", "cuda:0", id=f"{name}-offloaded-cuda", marks=pytest.mark.gpu)
+        for name in ("llama", "gemma3")
+    ],
 ]
 
 
-@pytest.mark.parametrize(("cache", "on"), CACHES)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bart"])
+@pytest.mark.parametrize(("name", "cache", "on"), CACHES)
 def test_caches_of_other_kinds(name: str, tier: str, cache: str, on: str, moved: Counter[str], tmp_path: Path) -> None:
     case = stored(GENERATING[name], tmp_path)
     model = case.loaded(tier, on)

@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ import torch
 from torch import nn
 
 import overspill
+from overspill import streamed
 from overspill.errors import StateError
+from overspill.graph import onload
+from overspill.homes import DiskTensor, HostTensor
+from overspill.moving import Mover
 from overspill.residency import Residency
 from support import Block, Net, Where, aligned
 
@@ -309,6 +314,71 @@ def test_a_part_is_restored_while_another_thread_is_in_its_forward(where: Where,
     handle.remove()
     assert go_on.wait(PATIENCE)
     assert_plain(model, twin)
+
+
+def test_a_call_that_begins_in_the_middle_of_a_move_waits_for_it(
+    where: Where, model: Net, twin: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where.offload(model, modules=["blocks.0"])
+    (x,), crew = [torch.randn(2, 32, device=where.device)], Crew()
+    in_the_middle, ended = threading.Event(), threading.Event()
+    manage = Mover._manage
+
+    def slow(self: Mover, *args: Any) -> None:
+        in_the_middle.set()
+        assert not ended.wait(0.3), "nobody led the call"
+        manage(self, *args)
+
+    def forward() -> None:
+        assert in_the_middle.wait(PATIENCE)
+        with torch.no_grad():
+            assert torch.equal(model.blocks[0](x), twin.blocks[0](x))
+        ended.set()
+
+    monkeypatch.setattr(Mover, "_manage", slow)
+    crew.add(forward)
+    crew.add(partial(where.offload, model, modules=["blocks.1"]))
+    crew.run()
+    assert ended.is_set()
+    overspill.restore(model)
+    assert_plain(model, twin)
+
+
+def test_a_call_with_gradients_shows_no_home_to_one_that_runs_without(
+    where: Where, model: Net, twin: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where.offload(model)
+    block, crew = model.blocks[1], Crew()
+    x, inside, seen = torch.randn(2, 32, device=where.device), threading.Event(), threading.Event()
+    shown: list[type] = []
+
+    def spying(*args: Any) -> Any:
+        result = onload(*args)
+        shown.extend(type(p) for p in (block.up.weight, block.down.weight))
+        return result
+
+    def pause(*_: Any) -> None:
+        inside.set()
+        assert seen.wait(PATIENCE)
+
+    def without() -> None:
+        handle = block.down.register_forward_pre_hook(pause)
+        with torch.no_grad():
+            assert torch.equal(block(x), twin.blocks[1](x))
+        handle.remove()
+
+    def with_gradients() -> None:
+        assert inside.wait(PATIENCE)
+        threading.Timer(0.2, seen.set).start()
+        block(x).sum().backward()
+
+    monkeypatch.setattr(streamed, "onload", spying)
+    crew.add(without)
+    crew.add(with_gradients)
+    crew.run()
+    assert shown
+    assert not any(issubclass(kind, HostTensor | DiskTensor) for kind in shown)
+    overspill.restore(model)
 
 
 def test_values_read_while_parts_move_are_always_true(where: Where, model: Net, twin: Net) -> None:

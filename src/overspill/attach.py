@@ -140,7 +140,7 @@ class Interception:
         self._guard: RemovableHandle | None = None
         self._known_to_dynamo = False
         self._lock = threading.Lock()
-        self._inner: Call | None = module._compiled_call_impl
+        self._inner = _standing(module)
         if self._inner is None:
             self._guard = module.register_forward_pre_hook(_empty_hook, prepend=True)
         module.__dict__["__reduce_ex__"] = partial(_reduced, module)
@@ -164,19 +164,28 @@ class Interception:
                     self._guard = None
             self._install()
 
-    def remove(self) -> None:
-        """Leave the module as if nobody had stood there. A call that has just come this far finds that out itself."""
+    def retire(self) -> None:
+        """Lead no call any more, but stand there until another does, or `remove`.
+
+        Between the two a call finds its way to the gate, where it waits for whatever changes, and is then called anew.
+        """
         self.removed = True
-        self._module.__dict__.pop("__reduce_ex__", None)
+
+    def remove(self) -> None:
+        """Leave the module to whoever stands there by now, or as if nobody ever had."""
+        self.retire()
+        module = self._module
         with self._lock:
             if self._guard is not None:
                 self._guard.remove()
                 self._guard = None
-            if self._module._compiled_call_impl is self._call:
-                if self._inner is not None:
-                    self._module._compiled_call_impl = self._inner
-                else:
-                    del self._module._compiled_call_impl  # the class has it too, as None
+            call = _standing(module)
+            if call is None:
+                module.__dict__.pop("_compiled_call_impl", None)  # the class has it too, as None
+            else:
+                module._compiled_call_impl = call
+            if _owner(call) is None:
+                module.__dict__.pop("__reduce_ex__", None)
 
     def _intercepted(self, inner: Call) -> Call:
         gate, module, make_scopes = self._gate, self._module, self._make_scopes
@@ -221,11 +230,32 @@ class Interception:
 
         if _dynamo_is_loaded():
             call = torch.compiler.disable(call, recursive=False)
-        call.__dict__[_INNER] = self._inner
+        call.__dict__[_OWNER] = self
         return call
 
 
-_INNER = "overspill_inner"  # of an intercepted call: what stood in its place before
+_OWNER = "overspill_interception"
+
+
+def _owner(call: Call | None) -> Interception | None:
+    """Whose call it is, if it is ours."""
+    return getattr(call, _OWNER, None)
+
+
+def _standing(module: nn.Module) -> Call | None:
+    """What stands in the place of the module's calls, but for interceptions that are over."""
+    call: Call | None = module._compiled_call_impl
+    while (owner := _owner(call)) is not None and owner.removed:
+        call = owner._inner
+    return call
+
+
+def _compiled_call(module: nn.Module) -> Call | None:
+    """What a compiler has put in the place of the module's calls."""
+    call: Call | None = module._compiled_call_impl
+    while (owner := _owner(call)) is not None:
+        call = owner._inner
+    return call
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -236,7 +266,7 @@ def is_compiled(module: nn.Module) -> bool:
     return any(
         isinstance(part, wrapper)
         or hasattr(part.forward, "_torchdynamo_orig_callable")
-        or getattr(part._compiled_call_impl, _INNER, part._compiled_call_impl) is not None
+        or _compiled_call(part) is not None
         for part in module.modules()
     )
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
+from overspill.config import MIB
 from overspill.slab import Layout, Slab
 from overspill.store import Store
 from overspill.tensors import is_dense
@@ -20,7 +21,7 @@ from overspill.transfer import Departure, HostLink
 # computed: it starts the copy to pinned memory and returns that memory at once. The second belongs to the CPU, so
 # autograd runs it in the thread that called backward, beside the one that feeds the device: there we wait for the copy.
 # Whatever comes behind it (accumulation, hooks, `torch.autograd.grad`) sees complete values, and all has arrived when
-# backward returns.
+# backward returns. Each pair of nodes serves several weights of a unit: the interpreter is what short steps wait for.
 
 
 class _Leave(torch.autograd.Function):
@@ -28,39 +29,47 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, home: torch.Tensor, live: torch.Tensor, under_way: list[Departure], link: HostLink
-    ) -> torch.Tensor:
+        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], link: HostLink, *homes: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a weight that no loss depends on gets no gradient
         ctx.under_way, ctx.link = under_way, link
-        ctx.device = home.device
-        return live
+        ctx.device = homes[0].device
+        return tuple(lives)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        if gradient.device == ctx.device or torch.is_grad_enabled() or gradient.layout is not torch.strided:
-            return gradient.to(ctx.device), None, None, None  # differentiable again, if need be
-        if not is_dense(gradient):
-            gradient = gradient.contiguous()
-        departure = ctx.link.send(gradient)
-        ctx.under_way.append(departure)
-        storage = departure.host.memory.untyped_storage()
-        arrived = view_over(storage, gradient.dtype, 0, gradient.shape, gradient.stride())
-        return arrived, None, None, None
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        arriving = list(gradients)
+        leaving: dict[int, torch.Tensor] = {}
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if gradient.device == ctx.device or torch.is_grad_enabled() or gradient.layout is not torch.strided:
+                arriving[index] = gradient.to(ctx.device)  # differentiable again, if need be
+            else:
+                leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
+        departures = ctx.link.send(leaving.values()) if leaving else []
+        for (index, gradient), departure in zip(leaving.items(), departures, strict=True):
+            storage = departure.host.memory.untyped_storage()
+            arriving[index] = _over(storage, gradient.dtype, 0, gradient.shape, gradient.stride())
+        ctx.under_way += departures
+        return None, None, None, *arriving
 
 
 class _Arrive(torch.autograd.Function):
-    """The home's side. What it gives is only the shape of the home: `_Leave` replaces it with the live weight."""
+    """The homes' side. What it gives are only the shapes of the homes: `_Leave` replaces them with live weights."""
 
     @staticmethod
-    def forward(ctx: Any, home: torch.Tensor, under_way: list[Departure]) -> torch.Tensor:
+    def forward(ctx: Any, under_way: list[Departure], *homes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.under_way = under_way
-        with torch._C.DisableTorchFunctionSubclass():  # where it is, not where it acts as if it were
-            return torch.empty((), dtype=home.dtype, device=home.device).expand(home.shape)
+        with torch._C.DisableTorchFunctionSubclass():  # where they are, not where they act as if they were
+            return tuple(torch.empty((), dtype=home.dtype, device=home.device).expand(home.shape) for home in homes)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         while ctx.under_way:
             ctx.under_way.pop().wait()
-        return gradient, None
+        return None, *gradients
 
 
 _thread = threading.local()
@@ -81,13 +90,38 @@ def is_replaying() -> bool:
     return getattr(_thread, "replays", 0) > 0
 
 
-def onload(home: torch.Tensor, live: torch.Tensor, link: HostLink) -> torch.Tensor:
-    """`live`, such that its gradient arrives at `home`."""
+_LEAVE_TOGETHER = 64 * MIB
+"""Gradients of so many bytes leave at once. They take device memory until the last of them has been computed."""
+
+
+def onload(homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], link: HostLink) -> list[torch.Tensor]:
+    """`lives`, such that their gradients arrive at `homes`."""
     if is_replaying():
-        return live.requires_grad_()
-    under_way: list[Departure] = []
-    shape = _Arrive.apply(home, under_way)  # type: ignore[no-untyped-call]
-    return cast(torch.Tensor, _Leave.apply(shape, live, under_way, link))  # type: ignore[no-untyped-call]
+        return [live.requires_grad_() for live in lives]
+    shown: list[torch.Tensor] = []
+    while len(shown) < len(homes):
+        together = slice(len(shown), len(shown) + _how_many_together(homes[len(shown) :]))
+        under_way: list[Departure] = []
+        shapes = _Arrive.apply(under_way, *homes[together])  # type: ignore[no-untyped-call]
+        shown += _Leave.apply(list(lives[together]), under_way, link, *shapes)  # type: ignore[no-untyped-call]
+    return shown
+
+
+def _how_many_together(homes: Sequence[torch.Tensor]) -> int:
+    """How many of the first ones share their nodes.
+
+    One that has hooks is alone: where a weight gets no gradient and its neighbours do, autograd would call its hooks
+    all the same, with None.
+    """
+    nbytes = 0
+    with torch._C.DisableTorchFunctionSubclass():
+        for count, home in enumerate(homes):
+            if home._backward_hooks or home._post_accumulate_grad_hooks:
+                return max(count, 1)
+            if nbytes >= _LEAVE_TOGETHER:
+                return count
+            nbytes += home.nbytes
+    return len(homes)
 
 
 # Versions.
@@ -145,7 +179,7 @@ class Lender(Protocol):
         """The unit's bytes, arrived as far as the current stream is concerned."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long to make
 class _SavedWeight:
     """A view of a weight that an operation saved: its unit comes back when backward asks for it."""
 
@@ -164,7 +198,7 @@ class _SavedWeight:
         if version != self.version:
             refuse_edited(f"an offloaded weight of shape {list(self.shape)} was edited between forward and backward")
         storage = self.lender.lend().memory.untyped_storage()
-        return view_over(storage, self.dtype, self.offset, self.shape, self.stride)
+        return _over(storage, self.dtype, self.offset, self.shape, self.stride)
 
 
 class SavedTensor:
@@ -187,7 +221,7 @@ class SavedTensor:
         return self._tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _SavedElsewhere:
     """What the hooks around ours made of a tensor."""
 
@@ -233,8 +267,15 @@ def view_over(
     No strides: the elements lie in order.
     """
     with torch.inference_mode(False), torch.no_grad():
-        view = torch.empty(0, dtype=dtype, device=storage.device)
-        return view.set_(storage, start // dtype.itemsize, tuple(shape), tuple(stride))
+        return _over(storage, dtype, start, shape, stride)
+
+
+def _over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """`view_over` where inference mode is off for sure, as in a backward: its contexts are half of its time."""
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    return view.set_(storage, start // dtype.itemsize, tuple(shape), tuple(stride))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -145,12 +145,20 @@ class Managed:
         for interception in self._interceptions:
             interception.refresh()
 
-    def detach(self) -> None:
-        """Leave the model to itself, or to another `Managed`. No call is under way."""
+    def intercept(self, module: nn.Module, make_scopes: Sequence[Callable[[], Scope]]) -> None:
+        """Lead the calls of a module that were not led so far."""
+        self._interceptions.append(Interception(module, self.gate, make_scopes))
+
+    def detach(self) -> Callable[[], None]:
+        """Leave the model to itself, or to another `Managed`. No call is under way.
+
+        What is returned takes the interceptions away. Until then they stand where they are, so that calls which begin
+        before another `Managed` stands there wait at the gate.
+        """
         for residency in self.residencies:
             residency.clear()
         for interception in self._interceptions:
-            interception.remove()
+            interception.retire()
         self.gate.on_idle = _nothing
         if self.training is not None:
             self.training.end()
@@ -161,6 +169,11 @@ class Managed:
         for name in METHODS:
             if isinstance(self.model.__dict__.get(name), _BoundMethod):
                 del self.model.__dict__[name]
+        return self._remove_interceptions
+
+    def _remove_interceptions(self) -> None:
+        for interception in self._interceptions:
+            interception.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model is an ordinary model with the same values."""

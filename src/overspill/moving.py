@@ -293,8 +293,8 @@ class Mover:
             device: Window(nbytes, device, streams=self._transfer(device).streams, held=device in held)
             for device, nbytes in _window_sizes(placements, held).items()
         }
+        remove_old = [manager.detach() for manager in self._managers]
         for manager in self._managers:
-            manager.detach()
             if manager.files is not self._files:
                 self._files.take_over(manager.files)
         streamed: list[tuple[Placement, StreamedUnit]] = []
@@ -316,6 +316,8 @@ class Mover:
         self._files.forget(_files_of(unit for _, unit in streamed), delete=delete)
         if streamed or training is not None:
             self._manage(streamed, taken, training)
+        for remove in remove_old:
+            remove()
 
     def _commit_plain(self) -> None:
         for tensor, values in self._staged.plain:

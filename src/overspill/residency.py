@@ -158,7 +158,7 @@ class Residency:
                 self._prefetch(line)
             self._wait_for(root.path, [unit])
             with self._changed:
-                unit.make_live()
+                unit.bring_up_to_date()
                 unit.arrived_for = now
                 assert unit.slab is not None
                 return unit.slab

@@ -9,7 +9,7 @@ Note: states and what they cost on the compute device.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +126,22 @@ class StreamedUnit:
     def make_live(self) -> None:
         """Build the live tensors where there are none, and bring those up to date whose homes were edited since."""
         assert self.slab is not None
-        with torch.inference_mode(False), torch.no_grad():
-            if not self._live:
+        if not self._live:
+            with torch.inference_mode(False), torch.no_grad():
                 self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
-                self._versions = [live._version for live in self._live]
-            stamps = self.store.stamps()
-            if stamps != self._stamps and not self._bound_with_grad:  # else a graph that is being made depends on them
-                self._refresh_edited(stamps)
+            self._versions = [live._version for live in self._live]
+        self.bring_up_to_date()
+
+    def bring_up_to_date(self) -> None:
+        """Let the slab have what was edited at home since it was fetched."""
+        stamps = self.store.stamps()
+        if stamps == self._stamps or self._bound_with_grad:  # a graph that is being made depends on them
+            return
+        if not self._live:
+            self.make_live()
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._refresh_edited(stamps)
 
     def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
         spec, start = self.store.layout.specs[index], self.store.layout.offsets[index]
@@ -170,20 +179,32 @@ class StreamedUnit:
         with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if self._bound and (self._bound_with_grad or not with_grad):
             return
-        self._unbind_tensors()
+        shown = self._onloaded() if with_grad else self._live
+        # One in the place of the other: calls of other threads are under way, and must not see a home in between.
+        before, self._bound = {id(bound.shown) for bound in self._bound}, []
         self._bound_with_grad = with_grad
-        for index, live in enumerate(self._live):
-            home = self.store.homes[index]
-            trains = with_grad and home.requires_grad
-            shown = onload(home, live.detach(), self._transfer.host_link) if trains else live
+        for index, home in enumerate(self.store.homes):
             for place in self._places[index]:
-                self._show(place, home, shown)
+                self._show(place, home, shown[index], before)
         if not self._strays:
             self._bind_strays(root)
 
-    def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor) -> None:
+    def _onloaded(self) -> list[torch.Tensor]:
+        """The live tensors for a call whose graph is to bring gradients to the homes."""
+        homes, shown = self.store.homes, list(self._live)
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = [index for index, home in enumerate(homes) if home.requires_grad]
+        if trained:
+            lives = [self._live[index].detach() for index in trained]
+            onloaded = onload([homes[index] for index in trained], lives, self._transfer.host_link)
+            for index, live in zip(trained, onloaded, strict=True):
+                shown[index] = live
+        return shown
+
+    def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor, before: Collection[int]) -> None:
         table = table_of(place)
-        if table.get(place.name) is not home:
+        current = table.get(place.name)
+        if current is not home and id(current) not in before:
             return  # the user put another tensor there: that one is the truth now
         table[place.name] = shown
         self._bound.append(_Bound(table, place.name, home, shown, shown._version))

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -371,26 +371,29 @@ class HostLink:
         self._under_way: deque[Departure] = deque()
         self._lock = threading.Lock()
 
-    def send(self, source: torch.Tensor) -> Departure:
-        """Start to copy dense `source` to host memory, once all that this thread has queued so far is computed.
+    def send(self, sources: Collection[torch.Tensor]) -> list[Departure]:
+        """Start to copy dense tensors to host memory, once all that this thread has queued so far is computed.
 
         Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
         """
         with self._lock:
-            self._make_way(source.nbytes)
-            host = self.pool.take(source.nbytes)
-            flat = _bytes_of(source)
+            self._make_way(sum(source.nbytes for source in sources))
+            hosts = [self.pool.take(source.nbytes) for source in sources]
+            flats = [_bytes_of(source) for source in sources]
             stream = self._departures
             computed = record_event(self.device)
             with _on(stream), torch.inference_mode(False), torch.no_grad():
-                _wait_all(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
-                host.memory[: flat.nbytes].copy_(flat, non_blocking=True)
+                _wait_all(stream, [] if computed is None else [computed])
+                for host, flat in zip(hosts, flats, strict=True):
+                    _wait_all(stream, host.overwrite_after)
+                    host.memory[: flat.nbytes].copy_(flat, non_blocking=True)
             left = record_event(self.device, stream)
-            host.used_until(left)
-            departure = Departure(flat, host, left)
+            departures = [Departure(flat, host, left) for host, flat in zip(hosts, flats, strict=True)]
+            for departure in departures:
+                departure.host.used_until(left)
             if left is not None:
-                self._under_way.append(departure)
-            return departure
+                self._under_way += departures
+            return departures
 
     def _forget_ended(self) -> None:
         """Let go of what has been copied."""

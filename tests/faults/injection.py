@@ -15,9 +15,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from overspill import bundles
 from overspill.checkpoint import publishing, reader, writer
+from overspill.transfer import Transfer
 
 READS = ("preadv", "pread", "open")
 WRITES = ("write", "copy_file_range", "fsync", "replace", "link", "create")
@@ -192,3 +194,15 @@ def anonymous_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def fill_ring(device: str) -> None:
+    """Have the pinned chunks that a process makes when it needs them, and keeps."""
+    if device == "cpu":
+        return
+    ring = Transfer(torch.device(device)).ring()
+    chunks = []
+    while (chunk := ring._another()) is not None:
+        chunks.append(chunk)
+    for chunk in chunks:
+        ring.give(chunk, None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import overspill
-from faults.injection import anonymous_bytes, descriptors
+from faults.injection import anonymous_bytes, descriptors, fill_ring
 from overspill.devices import HostPages
 from support import Net, aligned, loaded, run, save_checkpoint
 
@@ -34,8 +34,9 @@ def checkpoint(reference: nn.Module, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _frozen() -> Iterator[None]:
+def _frozen(device: str) -> Iterator[None]:
     """What was there before is left out of collections, of which there are many here."""
+    fill_ring(device)
     gc.collect()
     gc.freeze()
     yield

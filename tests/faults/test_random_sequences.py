@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import overspill
-from faults.injection import HARD, Faults, descriptors, install
+from faults.injection import HARD, Faults, descriptors, fill_ring, install
 from overspill.checkpoint import open_checkpoint
 from overspill.checkpoint.publishing import INDEX
 from overspill.devices import HostPages
 from overspill.errors import OverspillError, StateError
 from overspill.managed import managed, managers_of
 from overspill.moving import tier_of
-from support import Net, aligned, loaded, narrow, placed, run, save_checkpoint
+from support import Net, aligned, loaded, narrow, placed, save_checkpoint
 
 BLOCKS = 3
 IDS = torch.arange(24).view(2, 12)
@@ -73,12 +73,23 @@ def held() -> tuple[int, int, int, int]:
     return pages, pinned_bytes(), len(descriptors()), threading.active_count()
 
 
+def step_there(parameter: nn.Parameter, device: torch.device) -> None:
+    """An optimizer's step on another device: where a home is, since not all of them round alike."""
+    assert parameter.grad is not None
+    there = nn.Parameter(parameter.detach().to(device))
+    there.grad = parameter.grad.to(device)
+    torch.optim.SGD([there], lr=0.01).step()
+    with torch.no_grad():
+        parameter.copy_(there)
+
+
 class Sequence:
     """A model on a disk that fails, and a twin in memory that does what succeeded."""
 
     def __init__(self, seed: int, device: str, folder: Path, faults: Faults) -> None:
         self.chance = random.Random(seed)
         self.device, self.folder, self.faults = device, folder, faults
+        self.ids = IDS.to(device)
         self.story: list[str] = []
         self.failures = 0
         self.models = 1
@@ -163,11 +174,11 @@ class Sequence:
 
         def work() -> None:
             with torch.no_grad():
-                outputs.append(self.model(IDS))
+                outputs.append(self.model(self.ids))
 
         if self._tries(work):
             with torch.no_grad():
-                assert torch.equal(bits(outputs[0]), bits(run(self.twin, IDS)))
+                assert torch.equal(bits(outputs[0]), bits(self.twin(self.ids)))
 
     def edit(self) -> None:
         """One tensor, in one of the ways in which people edit them: it is edited, or it is not."""
@@ -234,14 +245,15 @@ class Sequence:
     def train(self) -> None:
         """A step of training. What fails on the way to the gradients is begun again by dropping them."""
         nets = [self.model, self.twin]
-        if self._tries(lambda: self.model(IDS).square().mean().backward()):
-            run(self.twin, IDS).square().mean().backward()
+        if self._tries(lambda: self.model(self.ids).square().mean().backward()):
+            self.twin(self.ids).square().mean().backward()
             for (name, ours), theirs in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
                 assert ours.grad is not None, name
                 assert theirs.grad is not None, name
                 assert torch.equal(bits(ours.grad), bits(theirs.grad)), name
-            for net in nets:
-                torch.optim.SGD(net.parameters(), lr=0.01).step()
+            for ours, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+                step_there(theirs, ours.device)
+            torch.optim.SGD(self.model.parameters(), lr=0.01).step()
         for net in nets:
             net.zero_grad()
 
@@ -249,7 +261,7 @@ class Sequence:
 
     def _look(self) -> None:
         with torch.no_grad():
-            assert torch.equal(bits(self.model(IDS)), bits(run(self.twin, IDS)))
+            assert torch.equal(bits(self.model(self.ids)), bits(self.twin(self.ids)))
         if self.chance.random() < 0.5:  # reading every value may hide what forgets to
             assert same(state_of(self.model), state_of(self.twin))
         if self.chance.random() < 0.3:
@@ -311,7 +323,8 @@ def frozen() -> Iterator[None]:
 def test_whatever_fails_the_model_equals_its_twin_and_nothing_is_left_over(
     first: int, device: str, tmp_path: Path
 ) -> None:
-    play(10**6, device, tmp_path)  # threads and rings that a process has once
+    fill_ring(device)
+    play(10**6, device, tmp_path)  # threads that a process has once
     before = held()
     failures = sum(play(seed, device, tmp_path) for seed in range(first, first + SEQUENCES))
     assert held() == before
@@ -321,6 +334,7 @@ def test_whatever_fails_the_model_equals_its_twin_and_nothing_is_left_over(
 @pytest.mark.soak
 @pytest.mark.usefixtures("frozen")
 def test_whatever_fails_for_a_long_time(device: str, tmp_path: Path) -> None:
+    fill_ring(device)
     play(10**6, device, tmp_path)
     before, until = held(), time.monotonic() + SOAK_SECONDS
     first = random.SystemRandom().randrange(10**7, 10**9)  # others each time; one that fails is told with its seed

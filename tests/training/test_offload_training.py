@@ -136,6 +136,19 @@ def test_a_pass_without_gradients_leaves_the_learned_order_alone(device: str, mo
     assert len(demanded) <= 6
 
 
+def test_hooks_of_a_weight_that_gets_no_gradient_are_not_called(device: str) -> None:
+    model, called = Net().to(device), list[Any]()
+    for block in model.blocks:
+        block.unused = nn.Parameter(torch.ones(3, device=device))
+        block.unused.register_hook(called.append)
+        block.unused.register_post_accumulate_grad_hook(called.append)
+    overspill.offload_training(model, weights=True, activations=False)
+    assert isinstance(model.blocks[0].unused, HostTensor)
+    loss_of(model, next(batches(1, device))).backward()
+    assert not called
+    assert all(p.grad is not None for name, p in model.named_parameters() if "unused" not in name)
+
+
 def test_disk_takes_activations_too(device: str) -> None:
     for options in ({"activations": "disk"}, {"activations": "disk", "recompute": True, "weights": True}):
         model = compare(Net, device, options, steps=4)

@@ -44,4 +44,3 @@ def _asking_first(told: property) -> property:
         return answer
 
     return property(device, doc=told.__doc__)
-

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from overspill.api import adopt, load, offload, restore
-from overspill.attach import Interception, ModelScope
+from overspill.attach import ModelScope
 from overspill.compat.accelerate.dtypes import as_cast, loading_in
 from overspill.compat.accelerate.planning import (
     DeviceMap,
@@ -225,8 +225,7 @@ def _lead_calls(model: nn.Module, plan: Plan, force: bool) -> None:
     if manager is None and (len(plan.devices) > 1 or force):
         manager = Managed(model, plan, {}, {}, {}, Files())
     if manager is not None and force and len(plan.devices) == 1 and not plan.windows:
-        scope = partial(ModelScope, plan.device, _skipped_keys(model), manager.refresh)
-        manager._interceptions.append(Interception(model, manager.gate, [scope]))
+        manager.intercept(model, [partial(ModelScope, plan.device, _skipped_keys(model), manager.refresh)])
 
 
 def _skipped_keys(model: nn.Module) -> list[str]:
