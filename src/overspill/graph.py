@@ -47,11 +47,11 @@ class _Leave(torch.autograd.Function):
                 arriving[index] = gradient.to(ctx.device)  # differentiable again, if need be
             else:
                 leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
-        departures = ctx.link.send(leaving.values()) if leaving else []
-        for (index, gradient), departure in zip(leaving.items(), departures, strict=True):
-            storage = departure.host.memory.untyped_storage()
-            arriving[index] = _over(storage, gradient.dtype, 0, gradient.shape, gradient.stride())
-        ctx.under_way += departures
+        if leaving:
+            departures, copies = ctx.link.send(leaving.values())
+            ctx.under_way += departures
+            for index, copy in zip(leaving, copies, strict=True):
+                arriving[index] = copy
         return None, None, None, *arriving
 
 

@@ -371,29 +371,32 @@ class HostLink:
         self._under_way: deque[Departure] = deque()
         self._lock = threading.Lock()
 
-    def send(self, sources: Collection[torch.Tensor]) -> list[Departure]:
+    def send(self, sources: Collection[torch.Tensor]) -> tuple[list[Departure], list[torch.Tensor]]:
         """Start to copy dense tensors to host memory, once all that this thread has queued so far is computed.
 
         Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
+        Returns also the copies, which have their values once the departures have ended.
         """
         with self._lock:
             self._make_way(sum(source.nbytes for source in sources))
             hosts = [self.pool.take(source.nbytes) for source in sources]
-            flats = [_bytes_of(source) for source in sources]
+            copies = []
             stream = self._departures
             computed = record_event(self.device)
             with _on(stream), torch.inference_mode(False), torch.no_grad():
                 _wait_all(stream, [] if computed is None else [computed])
-                for host, flat in zip(hosts, flats, strict=True):
+                for host, source in zip(hosts, sources, strict=True):
                     _wait_all(stream, host.overwrite_after)
-                    host.memory[: flat.nbytes].copy_(flat, non_blocking=True)
+                    copy = torch.empty(0, dtype=source.dtype)
+                    copy.set_(host.memory.untyped_storage(), 0, source.shape, source.stride())
+                    copies.append(copy.copy_(source, non_blocking=True))  # laid out alike: the bytes as they are
             left = record_event(self.device, stream)
-            departures = [Departure(flat, host, left) for host, flat in zip(hosts, flats, strict=True)]
+            departures = [Departure(source, host, left) for host, source in zip(hosts, sources, strict=True)]
             for departure in departures:
                 departure.host.used_until(left)
             if left is not None:
                 self._under_way += departures
-            return departures
+            return departures, copies
 
     def _forget_ended(self) -> None:
         """Let go of what has been copied."""
@@ -422,13 +425,6 @@ class HostLink:
         arrived = record_event(self.device, stream)
         host.used_until(arrived)
         return back, arrived
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor as flat bytes."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start = tensor.storage_offset() * tensor.element_size()
-    return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
 
 
 class _ChunkRead:

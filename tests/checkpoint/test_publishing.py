@@ -267,6 +267,12 @@ def test_files_that_a_leftover_list_names_go_unless_the_checkpoint_has_them(tmp_
 # ---------------------------------------------------------------- failures
 
 
+def files_and_times(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Which files there are, and when they were last written; not when they were last read."""
+    found = {path: path.stat() for path in folder.iterdir()}
+    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+
+
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("failing", "abc")
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), RuntimeError("x")], ids=repr)
@@ -274,7 +280,7 @@ def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(
     error: BaseException, failing: str, files: int, tmp_path: Path
 ) -> None:
     put(tmp_path, tensors(), 2)
-    before = {path: path.stat() for path in tmp_path.iterdir()}
+    before = files_and_times(tmp_path)
     values = tensors(2.0)
 
     def fill(writer: SafetensorsWriter, name: str) -> None:
@@ -288,7 +294,7 @@ def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(
         assert str(tmp_path) in str(raised.value)
         assert "full" in str(raised.value)
         assert "The checkpoint that was there is whole" in str(raised.value)
-    assert {path: path.stat() for path in tmp_path.iterdir()} == before
+    assert files_and_times(tmp_path) == before
     put(tmp_path, values, files)
     assert_holds(tmp_path, values)
 

@@ -42,6 +42,24 @@ def test_what_the_link_cannot_carry_is_recomputed() -> None:
     assert sum(mode.recomputes for mode in modes) >= 4
 
 
+def test_what_one_block_moves_does_not_hide_behind_the_others() -> None:
+    # 2 GB take 0.04 s of the link: little of it may wait, so the block waits, though five others compute for 0.05 s.
+    cost = step(*alike(6, forward=0.01), peak=20 * GB)
+    one = [Mode.OFFLOAD, *[Mode.KEEP] * 5]
+    assert cost.seconds(one) > cost.seconds([Mode.KEEP] * 6) + 0.01
+    assert Mode.OFFLOAD not in choose(cost, 24 * GB, MODES).modes
+
+
+def test_a_replay_that_was_shorter_than_its_forward_is_preferred() -> None:
+    kinds = [
+        BlockCost(name=str(i), forward=0.02, saved=2 * GB, inputs=GB // 20, replay=0.015, sent=GB // 10)
+        for i in range(6)
+    ]
+    modes = choose(step(*kinds, peak=10 * GB), 12 * GB, MODES).modes
+    assert Mode.RECOMPUTE_OFFLOAD in modes
+    assert Mode.RECOMPUTE not in modes, "as much computed twice as if nothing had left"
+
+
 def test_less_memory_never_makes_it_faster() -> None:
     cost = step(*alike(8))
     budgets = [9 * GB, 10 * GB, 12 * GB, 16 * GB, 20 * GB, 26 * GB, 40 * GB]
@@ -90,6 +108,8 @@ costs = st.builds(
     inputs=st.integers(10**7, GB // 10),
     gradients=st.integers(0, GB),
     streamed=st.integers(0, GB),
+    replay=st.floats(0.001, 0.1),
+    sent=st.integers(10**7, GB),
 )
 
 

@@ -165,7 +165,8 @@ class BlockScope:
             frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
             self._stack.callback(block.called, frame)
             if block.watch is not None:
-                self._watched = block.watch.begin_call(frame, weights, block.activations.device)
+                activations = block.activations
+                self._watched = block.watch.begin_call(frame, weights, device, lambda: activations.nbytes_sent)
             self._stack.enter_context(frame.recording())
         else:
             self._stack.enter_context(block.activations.saving(weights))

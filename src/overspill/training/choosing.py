@@ -1,7 +1,8 @@
 """Keep, offload or recompute, for each block: the fastest choice within a budget. A pure function of measurements.
 
 Note: the model of a step. Copies run beside the computation, so a forward takes the longer of its computing and of what
-leaves, and a backward the longer of its computing, replays included, and of what comes back. Memory is highest either
+leaves, and a backward the longer of its computing, replays included, and of what comes back. That holds block by block,
+not over all of them: what waits for its copy takes device memory, so little may wait. Memory is highest either
 when the forward ends, with all that the blocks keep, or in some block's backward, with what the blocks before it keep,
 the gradients of those behind it, and what its own backward needs. All else that the step takes (weights, the head, what
 operations need for a moment) is the same for every choice, and is known from the one that was measured.
@@ -31,6 +32,10 @@ class BlockCost:
     """Bytes of gradients that it leaves on the device."""
     streamed: int = 0
     """Bytes of weights that come for its forward, and again for its backward."""
+    replay: float | None = None
+    """Seconds of its replay where what leaves makes that shorter than its forward."""
+    sent: int = 0
+    """Bytes that leave for that replay, its inputs among them."""
 
     def keeps(self, mode: Mode) -> int:
         """Device memory from its forward to its backward."""
@@ -38,7 +43,13 @@ class BlockCost:
 
     def moves(self, mode: Mode) -> int:
         """Bytes that cross the link, once each way."""
-        return {Mode.OFFLOAD: self.saved, Mode.RECOMPUTE_OFFLOAD: self.inputs}.get(mode, 0)
+        return {Mode.OFFLOAD: self.saved, Mode.RECOMPUTE_OFFLOAD: max(self.inputs, self.sent)}.get(mode, 0)
+
+    def replays(self, mode: Mode) -> float:
+        """Seconds of being computed once more."""
+        if not mode.recomputes:
+            return 0.0
+        return self.forward if mode is Mode.RECOMPUTE or self.replay is None else self.replay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +68,15 @@ class StepCost:
     def seconds(self, modes: Sequence[Mode]) -> float:
         """How long the blocks take."""
         pairs = list(zip(self.blocks, modes, strict=True))
-        forward = sum(block.forward for block in self.blocks)
-        replayed = sum(block.forward for block, mode in pairs if mode.recomputes)
         moved = sum(block.moves(mode) for block, mode in pairs)
         streamed = sum(block.streamed for block in self.blocks)
+        waits = [max(block.moves(mode) - self.slabs, 0) / self.link for block, mode in pairs]
+        forward = sum(max(block.forward, wait) for block, wait in zip(self.blocks, waits, strict=True))
+        backward = sum(
+            max(2 * block.forward + block.replays(mode), wait) for (block, mode), wait in zip(pairs, waits, strict=True)
+        )
         # What leaves and what comes do not share the link: it carries as much each way.
-        out = max(forward, moved / self.link, streamed / self.link)
-        return out + max(2 * forward + replayed, (moved + streamed) / self.link)
+        return max(forward, moved / self.link, streamed / self.link) + max(backward, (moved + streamed) / self.link)
 
     def memory(self, modes: Sequence[Mode]) -> int:
         """The most device memory that the step takes."""
@@ -170,7 +183,7 @@ def _improved(step: StepCost, start: list[Mode], budget: int, allowed: Sequence[
 def _rank(step: StepCost, modes: Sequence[Mode]) -> tuple[float, int]:
     """Faster first. Where the longer of two hides a difference, whatever leaves less to do."""
     work = sum(block.moves(mode) for block, mode in zip(step.blocks, modes, strict=True))
-    replayed = sum(block.forward for block, mode in zip(step.blocks, modes, strict=True) if mode.recomputes)
+    replayed = sum(block.replays(mode) for block, mode in zip(step.blocks, modes, strict=True))
     return round(step.seconds(modes), 9), int(work + replayed * step.link)
 
 

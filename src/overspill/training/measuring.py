@@ -70,6 +70,8 @@ def _cost_of(block: Block) -> BlockCost:
         inputs=watch.input_bytes,
         gradients=sum(p.nbytes for p in here if p.requires_grad),
         streamed=sum(p.nbytes for p in away),
+        replay=watch.replay_seconds(),
+        sent=watch.sent_bytes,
     )
 
 

@@ -86,6 +86,8 @@ class Frame:
         self._lock = threading.RLock()
         self.on_save: Callable[[torch.Tensor], None] = _ignore
         """Called for each tensor that the block saves."""
+        self.on_replay: Callable[[], Callable[[], object]] = lambda: _nothing
+        """Called when a replay begins. What it returns is called when that ends."""
         self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     @contextmanager
@@ -117,7 +119,9 @@ class Frame:
         with self._lock:
             backward = running_backward()
             if place.filled is None or backward is None or backward != self._filled_for:
+                end = self.on_replay()
                 self._replay()
+                end()
                 self._filled_for = backward
                 if backward is not None:
                     # A graph that is retained keeps its places, but not what is in them. Weakly: one that is not
@@ -175,6 +179,10 @@ def _empty(reference: "weakref.ref[Frame]") -> None:
 
 
 def _ignore(tensor: torch.Tensor) -> None:
+    """Nobody watches."""
+
+
+def _nothing() -> None:
     """Nobody watches."""
 
 

@@ -1,6 +1,6 @@
 """What is seen of a block's calls while a step is measured."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import torch
@@ -17,10 +17,17 @@ class Watch:
     def __init__(self) -> None:
         self.saved_bytes = 0
         self.input_bytes = 0
+        self.sent_bytes = 0
         self._calls: list[tuple[Moment, Moment]] = []
+        self._replays: list[tuple[Moment, Moment]] = []
 
-    def begin_call(self, frame: Frame, weights: Collection[int], device: torch.device) -> Callable[[], None]:
-        """Watch the call that `frame` records. Returns what to call at its end."""
+    def begin_call(
+        self, frame: Frame, weights: Collection[int], device: torch.device, sent: Callable[[], int]
+    ) -> Callable[[], None]:
+        """Watch the call that `frame` records, and its replay. Returns what to call at its end.
+
+        `sent`: how many bytes have left the device so far.
+        """
         seen: dict[int, StorageWeakRef] = {}  # held, so that no storage gets the identity of one that is gone
 
         def count(tensor: torch.Tensor) -> None:
@@ -30,12 +37,28 @@ class Watch:
                 self.saved_bytes += tensor.untyped_storage().nbytes()
 
         frame.on_save = count
+        frame.on_replay = lambda: partial(self._end, self._replays, Moment(device), device)
         self.input_bytes += frame.input_bytes
-        return partial(self._end_call, Moment(device), device)
+        end, before = partial(self._end, self._calls, Moment(device), device), sent()
 
-    def _end_call(self, start: Moment, device: torch.device) -> None:
-        self._calls.append((start, Moment(device)))
+        def end_call() -> None:
+            end()
+            self.sent_bytes += sent() - before
+
+        return end_call
+
+    @staticmethod
+    def _end(times: list[tuple[Moment, Moment]], start: Moment, device: torch.device) -> None:
+        times.append((start, Moment(device)))
 
     def seconds(self) -> float:
         """Of all calls together. The device must have done its work."""
-        return sum(end.seconds_since(start) for start, end in self._calls)
+        return _sum(self._calls)
+
+    def replay_seconds(self) -> float | None:
+        """Of all replays together; None where there was none."""
+        return _sum(self._replays) if self._replays else None
+
+
+def _sum(times: Iterable[tuple[Moment, Moment]]) -> float:
+    return sum(end.seconds_since(start) for start, end in times)
