@@ -15,6 +15,7 @@ from overspill.errors import BudgetError, PlanError, StateError
 from overspill.homes import HostTensor
 from overspill.managed import managed
 from overspill.residency import Residency
+from overspill.training.activations import Activations
 from support import streamed_units, window_bytes_in_use
 from training.loops import (
     STRATEGIES,
@@ -319,6 +320,31 @@ def test_too_little_host_memory_is_told_before_anything_moves(monkeypatch: pytes
     with pytest.raises(BudgetError, match="of host memory"):
         overspill.offload_training(model, weights=True)
     assert managed(model) is None
+
+
+def test_activations_that_will_not_fit_in_host_memory_are_told_by_the_first_block(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = Net(8).to(device), next(batches(1, device))
+    overspill.offload_training(model)
+    called: list[int] = []
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, index=index: called.append(index))
+    free = [10**9]
+    monkeypatch.setattr("overspill.training.host_room.free_memory", lambda device: free[0])
+    before = activations_of(model).nbytes_sent
+    loss_of(model, batch).backward()
+    each = (activations_of(model).nbytes_sent - before) // 7
+    overspill.restore(model)
+    called.clear()
+    overspill.offload_training(model)  # with no memory that an earlier step has left
+    free[0] = 3 * each
+    monkeypatch.setattr(Activations, "unused_bytes", 0)
+    with pytest.raises(BudgetError, match=r"activations of 7 blocks .* blocks\.0 left .* the 6 behind it .* layers=4"):
+        loss_of(model, batch)
+    assert called == [0], "nothing was computed in vain"
+    free[0] = 10**9
+    plainly(model, batch, 0)
 
 
 def test_a_block_that_does_another_thing_when_recomputed_is_named(device: str) -> None:

@@ -211,6 +211,11 @@ class Activations:
         """Host memory taken so far."""
         return sum(link.pool.nbytes for link in self._links.values())
 
+    @property
+    def unused_bytes(self) -> int:
+        """Of that, what holds nothing now."""
+        return sum(link.pool.free_bytes() for link in self._links.values())
+
     # Forward.
 
     def pack(self, tensor: torch.Tensor, stays: Collection[int] = ()) -> Packed:

@@ -16,6 +16,7 @@ from overspill.graph import SavedTensor, is_replaying, storage_key
 from overspill.homes import DiskTensor, HostTensor
 from overspill.movement import tensors_in
 from overspill.training.activations import Activations
+from overspill.training.host_room import HostRoom
 from overspill.training.modes import Mode
 from overspill.training.recompute import Frame
 from overspill.training.watching import Watch
@@ -76,9 +77,9 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
 class Block:
     """One chosen block of a model."""
 
-    def __init__(self, name: str, module: nn.Module, mode: Mode, activations: Activations) -> None:
+    def __init__(self, name: str, module: nn.Module, mode: Mode, activations: Activations, room: HostRoom) -> None:
         self.name, self.module, self.mode = name, module, mode
-        self.activations = activations
+        self.activations, self.room = activations, room
         self.watch: Watch | None = None  # while a step is being measured
         self._without_attention = -1  # bytes of the largest inputs with which no attention was worth keeping
         self._warned = False
@@ -152,11 +153,13 @@ class BlockScope:
         self._block = block
         self._stack = ExitStack()
         self._watched: Callable[[], None] | None = None
+        self._sent_before: int | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         block = self._block
         if not block.applies():
             return args, kwargs
+        self._sent_before = block.activations.nbytes_sent
         weights = frozenset[int]() if block.mode is Mode.RECOMPUTE else block.weights()
         if block.mode.recomputes:
             keep = block.keep_input(weights)
@@ -176,4 +179,6 @@ class BlockScope:
         self._stack.close()
         if self._watched is not None:
             self._watched()
+        if self._sent_before is not None and output is not None:
+            self._block.room.called(self._block.name, self._block.activations.nbytes_sent - self._sent_before)
         return output
