@@ -1,9 +1,9 @@
-"""The verbs."""
+"""The verbs. What few programs use, such as training and reports, is imported where it is used."""
 
 import os
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,11 +19,11 @@ from overspill.matching import match
 from overspill.offloading import Offloaded, changing, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
 from overspill.planner import make_plan
-from overspill.reporting import Report, report_of
 from overspill.saving import StateDict, outputs_of, save_model
 from overspill.tensors import tensor_groups
-from overspill.tracing import trace_model
-from overspill.training.offload import activations_offloaded, offload_for_training
+
+if TYPE_CHECKING:
+    from overspill.reporting import Report
 
 
 def plan(
@@ -356,6 +356,8 @@ def offload_training(
         memory: Device memory for a whole training step, "20GiB". The second step is measured; from the third on each
             block keeps, offloads or recomputes, whatever is fastest within this, and the choice is printed.
     """
+    from overspill.training.offload import offload_for_training
+
     offload_for_training(
         model,
         layers=layers,
@@ -381,6 +383,8 @@ def offload_activations(
         min_bytes: Tensors smaller than this stay. 1 MiB if not given.
         double_buffering: As in `offload_training`.
     """
+    from overspill.training.offload import activations_offloaded
+
     return activations_offloaded(to=to, min_bytes=min_bytes, double_buffering=double_buffering)
 
 
@@ -389,13 +393,17 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> AbstractContextMana
 
     The file is for https://ui.perfetto.dev or chrome://tracing. Costs a little time, and memory for each event.
     """
+    from overspill.tracing import trace_model
+
     return trace_model(model, path)
 
 
-def report(model: nn.Module) -> Report:
+def report(model: nn.Module) -> "Report":
     """What is where, what was moved since the model is managed, and how well that was foreseen.
 
     `print(overspill.report(model))`, or `overspill.report(model).save("report.html")` for a page with pictures; after a
     `trace`, with a timeline.
     """
+    from overspill.reporting import report_of
+
     return report_of(model)
