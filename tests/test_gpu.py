@@ -12,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.checkpoint.reader import FileReader
+from overspill.errors import StateError
 from overspill.slab import Window
 from overspill.transfer import Transfer
 from support import TIERS, Net, aligned, loaded, placed, run, save_checkpoint, streamed_units
@@ -301,3 +302,10 @@ def test_host_memory_is_pinned_where_it_lies_and_what_lies_beside_it_can_still_b
     overspill.restore(model)
     assert torch.equal(model[0].weight, reference[0].weight.cpu())
     assert all(torch.equal(each.cuda().cpu(), each) for each in beside)
+
+
+def test_a_model_on_the_gpu_is_not_offloaded_to_compute_on_the_cpu() -> None:
+    model = nn.Linear(512, 512).cuda()
+    with pytest.raises(StateError, match=r"weight is on cuda:0: .* Call model\.to\('cpu'\)"):
+        overspill.offload(model, to="cpu", device="cpu")
+    assert model.weight.is_cuda
