@@ -400,6 +400,32 @@ def test_the_text_is_the_resident_models(llama: Path, budget: str) -> None:
     assert bool(ran["disk_bytes"]) == (budget != "cpu=1GiB")
 
 
+def test_what_the_model_remembers_of_the_text_is_within_the_budget(llama: Path) -> None:
+    def ran(tokens: int, budget: str) -> Any:
+        options = ["--prompt", PROMPT, "--max-new-tokens", tokens, "--max-memory", budget, "--device", "cpu"]
+        return answer("run", llama, *options)
+
+    a_token = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their width, bytes
+    short, long = ran(2, "cpu=15600KiB"), ran(100, "cpu=15600KiB")
+    assert (short["headroom"], long["headroom"]) == ({"cpu": 6 * a_token}, {"cpu": 104 * a_token})
+    assert short["disk_bytes"] == 0
+    assert long["disk_bytes"] > 0
+    assert ran(2, "disk")["headroom"] == {}  # no budget that it could count in
+    message = refusal("run", llama, "--prompt", PROMPT, "--max-new-tokens", 10**6, "--max-memory", "cpu=1GiB", code=1)
+    assert "with that for the cache, leaves nothing of the 1.00 GiB for cpu" in message
+
+
+def test_a_model_without_keys_and_values_runs_within_a_budget(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    config = transformers.MambaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, state_size=4, num_hidden_layers=2, bos_token_id=1, eos_token_id=1
+    )
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    ran = answer("run", tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2, "--max-memory", "cpu=1GiB")
+    assert ran["headroom"] == {}
+
+
 def test_the_peak_of_memory_is_seen_though_it_is_freed_again() -> None:
     gc.collect()  # what other tests left would be freed meanwhile, and be counted off
     with PeakMemory(torch.device("cpu")) as peak:
