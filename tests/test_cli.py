@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +68,14 @@ def refusal(*arguments: object, code: int) -> str:
     return result.stderr
 
 
-def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+def command(*arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """A command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "overspill", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        **options,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
     )
 
 
@@ -162,12 +162,32 @@ def test_an_error_that_nobody_expected_exits_with_70_and_debug_shows_it(
     assert isinstance(overspills("inspect", llama, "--debug").exception, KeyError)
 
 
-def test_an_error_is_json_too_where_json_is_asked_for(tmp_path: Path) -> None:
-    result = overspills("inspect", tmp_path / "nothing", "--json")
-    assert result.exit_code == 1
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["plan", "nothing"], 1, "CheckpointNotFoundError"),
+        (["run", "nothing", "--prompt", "x"], 1, "CheckpointNotFoundError"),
+        (["inspect", "nothing"], 1, "CheckpointNotFoundError"),
+        (["save", "nothing", "out"], 1, "CheckpointNotFoundError"),
+        (["bench", "--device", "99"], 1, "BudgetError"),
+        (["plan", "x", "--max-memory", "much"], 2, "BadParameter"),
+        (["bench", "--size", "1MiB", "--device", "cpu"], 2, "BadParameter"),
+        (["run", "x"], 2, "MissingParameter"),
+        (["inspect", "x", "--wrong"], 2, "NoSuchOption"),
+        (["plam"], 2, "UsageError"),
+    ],
+    ids=str,
+)
+def test_an_error_is_json_too_where_json_is_asked_for(
+    arguments: list[str], code: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = overspills(*arguments, "--json")
+    assert result.exit_code == code, result.output
     error = json.loads(result.stdout)["error"]
-    assert error["type"] == "CheckpointNotFoundError"
+    assert error["type"] == kind
     assert error["message"] in result.stderr
+    assert refusal(*arguments, code=code) == result.stderr
 
 
 @pytest.mark.parametrize("library", ["typer", "rich"])
@@ -311,6 +331,21 @@ def test_planning_seventy_billion_parameters_takes_little_more_than_to_build_the
 def test_a_picture_is_drawn_whole(config_70b: Path, tmp_path: Path) -> None:
     answer("plan", config_70b, "--max-memory", "0=20GiB", "--plot", tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "plan.png"]
+
+
+def test_ctrl_c_while_a_picture_is_drawn_leaves_the_old_one(
+    config_70b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: overspill.Plan, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "plan.png").write_bytes(b"old")
+    monkeypatch.setattr(overspill.Plan, "plot", interrupted)
+    result = overspills("plan", config_70b, "--max-memory", "0=20GiB", "--plot", tmp_path / "plan.png", "--json")
+    assert (result.exit_code, result.output) == (130, "")
+    assert (tmp_path / "plan.png").read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "plan.png"]
 
 
@@ -537,6 +572,26 @@ def test_ctrl_c_ends_with_130(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("output", ["--stream", "--json"])
+def test_ctrl_c_while_it_writes_leaves_no_files_and_no_half_of_an_answer(
+    llama: Path, tmp_path: Path, output: str
+) -> None:
+    options = ["--prompt", PROMPT, "--max-memory", "disk", "--device", "cpu", "--dtype", "bf16"]
+    process = command(
+        "run", llama, *options, "--max-new-tokens", 10**5, "--stream", output, environment={"TMPDIR": str(tmp_path)}
+    )
+    words = process.stderr if output == "--json" else process.stdout
+    assert words is not None
+    assert words.read(5)
+    assert list(tmp_path.glob("overspill-*/tensors.bin"))  # in another dtype than it is stored: converted first
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert output != "--json" or stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 # Inspect.
 
 
@@ -672,6 +727,17 @@ def test_a_bench_for_people_names_its_lines(tmp_path: Path) -> None:
     shown = overspills("bench", "--size", "32MiB", "--folder", tmp_path, "--device", "cpu").stdout
     assert "disk, through the page cache" in shown
     assert "set by" in shown
+
+
+def test_ctrl_c_during_a_bench_leaves_no_file(tmp_path: Path) -> None:
+    process = command("bench", "--size", "1GiB", "--folder", tmp_path, "--device", "cpu")
+    while not list(tmp_path.glob("*/model.safetensors")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout, stderr) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_size_too_small_to_measure_is_refused() -> None:
