@@ -2,8 +2,6 @@ import gc
 import importlib
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -742,46 +740,3 @@ def test_ctrl_c_during_a_bench_leaves_no_file(tmp_path: Path) -> None:
 
 def test_a_size_too_small_to_measure_is_refused() -> None:
     assert "Write 32.00 MiB or more" in refusal("bench", "--size", "1MiB", "--device", "cpu", code=2)
-
-
-# The page.
-
-PAGE = Path(__file__).parent.parent / "docs" / "command-line.md"
-VARYING = ("run", "bench")  # they show seconds
-
-
-def printed_by(line: str) -> str:
-    """What a line of the page's shell blocks prints, its commands run in this process."""
-    words = shlex.split(line)
-    if words[0] != "overspill":
-        environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-        return subprocess.run(
-            ["bash", "-c", line], stdout=subprocess.PIPE, text=True, check=True, env=environment
-        ).stdout
-    end = next((at for at, word in enumerate(words) if word in ("||", "|", ">")), len(words))
-    result = overspills(*words[1:end])
-    rest = words[end:]
-    assert (result.exit_code == 0) == (rest[:1] != ["||"]), result.output
-    if rest[:1] == [">"]:
-        Path(rest[1]).write_text(result.stdout)
-        return ""
-    if rest[:1] == ["|"]:
-        assert rest[1:] == ["tail", "-n", "1"]
-        return result.stdout.splitlines()[-1] + "\n"
-    return result.output + (f"exit code {result.exit_code}\n" if rest else "")
-
-
-def test_the_commands_of_the_page_run_and_print_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    fences = re.findall(r"^```(sh|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(fences) > 12
-    commands, printed = "", ""
-    for kind, content in fences:
-        if content.startswith("python - <<'END'\n"):
-            exec(content.removeprefix("python - <<'END'\n").removesuffix("END\n"), {})
-        elif kind == "sh":
-            commands, printed = content, "".join(map(printed_by, content.splitlines()))
-        elif commands.split()[1] not in VARYING:
-            assert printed.replace(str(tmp_path), "/home/you") == content
-        else:
-            assert printed.splitlines()[0].replace(str(tmp_path), "/home/you") == content.splitlines()[0]
