@@ -49,8 +49,9 @@ class Offloaded:
     modules: tuple[str, ...]
     """Paths of the units that moved."""
     nbytes: int
+    """Bytes of these."""
     files: tuple[Path, ...]
-    """What was written."""
+    """What was written. Empty for host memory."""
     stayed: tuple[str, ...]
     """Names of the tensors that stayed where they compute: in leaves too small to move, or buffers not stored."""
 
