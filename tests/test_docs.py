@@ -124,10 +124,11 @@ def test_the_blocks_of_a_page_run_as_they_stand_and_print_what_the_page_shows(
     monkeypatch.setattr(devices, "accelerators", list)  # what is printed is the same wherever the tests run
     namespace: dict[str, Any] = {"__name__": "page"}
     printed = ""
+    stand_alone = page.name == "README.md"  # where people copy one block and leave the others
     command: Block | None = None  # the one that a block of text comes from; None: from the Python before it
     for block in blocks(page):
         if block.kind == "python":
-            block.run(namespace)
+            block.run({"__name__": "page"} if stand_alone else namespace)
             printed, command = printed + capsys.readouterr().out, None
         elif block.kind == "sh":
             typed, command = block.typed().replace(str(tmp_path), HOME), block
