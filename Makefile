@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := .demo/SmolLM2-135M-Instruct
-CODE := $(wildcard src tests examples benchmarks)
+CODE := $(wildcard src tests examples benchmarks tools)
 # The system's Python may have the only torch that sees the GPU, so gpu-test builds no environment of its own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
@@ -17,7 +17,7 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint unit-test gpu-test soak format install clean
+.PHONY: help demo docs test lint unit-test gpu-test soak format install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ gpu-test: ## the tests that need a CUDA device; fails where there is none
 
 soak: $(INSTALLED) ## the tests that take minutes: fuzzing by the hundred thousand
 	$(BIN)/python -m pytest -n $(WORKERS) -m "soak and not gpu" $(PYTEST_ARGS)
+
+docs: $(INSTALLED) ## write docs/reference.md anew, from the docstrings
+	$(BIN)/python tools/reference.py
 
 format: $(INSTALLED) ## let ruff fix and format
 	$(BIN)/ruff check --fix .

@@ -439,14 +439,14 @@ def test_a_file_system_that_cannot_lock_is_named(folder: Path, monkeypatch: pyte
 def test_a_mark_that_its_owner_removes_in_the_same_instant_is_made_anew(
     root: OffloadRoot, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = bundles._try_lock, itertools.count()
+    real, calls = bundles.try_lock, itertools.count()
 
     def lock_late(descriptor: int) -> bool:
         if next(calls) == 0:
             root.close()  # between the other one's look at the mark and its lock
         return real(descriptor)
 
-    monkeypatch.setattr(bundles, "_try_lock", lock_late)
+    monkeypatch.setattr(bundles, "try_lock", lock_late)
     folder.joinpath("theirs").touch()  # so that the folder stays
     second = OffloadRoot(folder, fingerprint="me")
     with pytest.raises(OffloadFolderError, match="in use"):

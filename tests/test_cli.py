@@ -2,12 +2,11 @@ import gc
 import importlib
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,14 @@ def refusal(*arguments: object, code: int) -> str:
     return result.stderr
 
 
-def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+def command(*arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """A command in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "overspill", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        **options,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})},
     )
 
 
@@ -162,12 +160,32 @@ def test_an_error_that_nobody_expected_exits_with_70_and_debug_shows_it(
     assert isinstance(overspills("inspect", llama, "--debug").exception, KeyError)
 
 
-def test_an_error_is_json_too_where_json_is_asked_for(tmp_path: Path) -> None:
-    result = overspills("inspect", tmp_path / "nothing", "--json")
-    assert result.exit_code == 1
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["plan", "nothing"], 1, "CheckpointNotFoundError"),
+        (["run", "nothing", "--prompt", "x"], 1, "CheckpointNotFoundError"),
+        (["inspect", "nothing"], 1, "CheckpointNotFoundError"),
+        (["save", "nothing", "out"], 1, "CheckpointNotFoundError"),
+        (["bench", "--device", "99"], 1, "BudgetError"),
+        (["plan", "x", "--max-memory", "much"], 2, "BadParameter"),
+        (["bench", "--size", "1MiB", "--device", "cpu"], 2, "BadParameter"),
+        (["run", "x"], 2, "MissingParameter"),
+        (["inspect", "x", "--wrong"], 2, "NoSuchOption"),
+        (["plam"], 2, "UsageError"),
+    ],
+    ids=str,
+)
+def test_an_error_is_json_too_where_json_is_asked_for(
+    arguments: list[str], code: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = overspills(*arguments, "--json")
+    assert result.exit_code == code, result.output
     error = json.loads(result.stdout)["error"]
-    assert error["type"] == "CheckpointNotFoundError"
+    assert error["type"] == kind
     assert error["message"] in result.stderr
+    assert refusal(*arguments, code=code) == result.stderr
 
 
 @pytest.mark.parametrize("library", ["typer", "rich"])
@@ -314,6 +332,21 @@ def test_a_picture_is_drawn_whole(config_70b: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "plan.png"]
 
 
+def test_ctrl_c_while_a_picture_is_drawn_leaves_the_old_one(
+    config_70b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: overspill.Plan, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "plan.png").write_bytes(b"old")
+    monkeypatch.setattr(overspill.Plan, "plot", interrupted)
+    result = overspills("plan", config_70b, "--max-memory", "0=20GiB", "--plot", tmp_path / "plan.png", "--json")
+    assert (result.exit_code, result.output) == (130, "")
+    assert (tmp_path / "plan.png").read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "plan.png"]
+
+
 def test_a_picture_in_no_known_format_is_refused_before_any_work(config_70b: Path) -> None:
     assert "Write plan.png" in refusal("plan", config_70b, "--plot", "plan.xyz", code=2)
 
@@ -398,6 +431,32 @@ def test_the_text_is_the_resident_models(llama: Path, budget: str) -> None:
     assert ran["first_token_seconds"] > 0
     assert ran["peak_device_bytes"] is None
     assert bool(ran["disk_bytes"]) == (budget != "cpu=1GiB")
+
+
+def test_what_the_model_remembers_of_the_text_is_within_the_budget(llama: Path) -> None:
+    def ran(tokens: int, budget: str) -> Any:
+        options = ["--prompt", PROMPT, "--max-new-tokens", tokens, "--max-memory", budget, "--device", "cpu"]
+        return answer("run", llama, *options)
+
+    a_token = 4 * 2 * 2 * 64 * 4  # layers, keys and values, heads, their width, bytes
+    short, long = ran(2, "cpu=15600KiB"), ran(100, "cpu=15600KiB")
+    assert (short["headroom"], long["headroom"]) == ({"cpu": 6 * a_token}, {"cpu": 104 * a_token})
+    assert short["disk_bytes"] == 0
+    assert long["disk_bytes"] > 0
+    assert ran(2, "disk")["headroom"] == {}  # no budget that it could count in
+    message = refusal("run", llama, "--prompt", PROMPT, "--max-new-tokens", 10**6, "--max-memory", "cpu=1GiB", code=1)
+    assert "with that for the cache, leaves nothing of the 1.00 GiB for cpu" in message
+
+
+def test_a_model_without_keys_and_values_runs_within_a_budget(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    config = transformers.MambaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, state_size=4, num_hidden_layers=2, bos_token_id=1, eos_token_id=1
+    )
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    ran = answer("run", tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2, "--max-memory", "cpu=1GiB")
+    assert ran["headroom"] == {}
 
 
 def test_the_peak_of_memory_is_seen_though_it_is_freed_again() -> None:
@@ -509,6 +568,26 @@ def test_ctrl_c_ends_with_130(llama: Path, monkeypatch: pytest.MonkeyPatch) -> N
     result = overspills("run", llama, "--prompt", PROMPT, "--max-memory", "disk")
     assert result.exit_code == 130
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("output", ["--stream", "--json"])
+def test_ctrl_c_while_it_writes_leaves_no_files_and_no_half_of_an_answer(
+    llama: Path, tmp_path: Path, output: str
+) -> None:
+    options = ["--prompt", PROMPT, "--max-memory", "disk", "--device", "cpu", "--dtype", "bf16"]
+    process = command(
+        "run", llama, *options, "--max-new-tokens", 10**5, "--stream", output, environment={"TMPDIR": str(tmp_path)}
+    )
+    words = process.stderr if output == "--json" else process.stdout
+    assert words is not None
+    assert words.read(5)
+    assert list(tmp_path.glob("overspill-*/tensors.bin"))  # in another dtype than it is stored: converted first
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert output != "--json" or stdout == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 # Inspect.
@@ -648,48 +727,16 @@ def test_a_bench_for_people_names_its_lines(tmp_path: Path) -> None:
     assert "set by" in shown
 
 
+def test_ctrl_c_during_a_bench_leaves_no_file(tmp_path: Path) -> None:
+    process = command("bench", "--size", "1GiB", "--folder", tmp_path, "--device", "cpu")
+    while not list(tmp_path.glob("*/model.safetensors")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout, stderr) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_size_too_small_to_measure_is_refused() -> None:
     assert "Write 32.00 MiB or more" in refusal("bench", "--size", "1MiB", "--device", "cpu", code=2)
-
-
-# The page.
-
-PAGE = Path(__file__).parent.parent / "docs" / "command-line.md"
-VARYING = ("run", "bench")  # they show seconds
-
-
-def printed_by(line: str) -> str:
-    """What a line of the page's shell blocks prints, its commands run in this process."""
-    words = shlex.split(line)
-    if words[0] != "overspill":
-        environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-        return subprocess.run(
-            ["bash", "-c", line], stdout=subprocess.PIPE, text=True, check=True, env=environment
-        ).stdout
-    end = next((at for at, word in enumerate(words) if word in ("||", "|", ">")), len(words))
-    result = overspills(*words[1:end])
-    rest = words[end:]
-    assert (result.exit_code == 0) == (rest[:1] != ["||"]), result.output
-    if rest[:1] == [">"]:
-        Path(rest[1]).write_text(result.stdout)
-        return ""
-    if rest[:1] == ["|"]:
-        assert rest[1:] == ["tail", "-n", "1"]
-        return result.stdout.splitlines()[-1] + "\n"
-    return result.output + (f"exit code {result.exit_code}\n" if rest else "")
-
-
-def test_the_commands_of_the_page_run_and_print_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    fences = re.findall(r"^```(sh|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(fences) > 12
-    commands, printed = "", ""
-    for kind, content in fences:
-        if content.startswith("python - <<'END'\n"):
-            exec(content.removeprefix("python - <<'END'\n").removesuffix("END\n"), {})
-        elif kind == "sh":
-            commands, printed = content, "".join(map(printed_by, content.splitlines()))
-        elif commands.split()[1] not in VARYING:
-            assert printed.replace(str(tmp_path), "/home/you") == content
-        else:
-            assert printed.splitlines()[0].replace(str(tmp_path), "/home/you") == content.splitlines()[0]

@@ -285,6 +285,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "weights": {"activations": False, "weights": True},
     "both": {"activations": True, "weights": True},
     "recompute": {"recompute": True, "weights": True},
+    "activations on disk": {"activations": "disk"},
+    "within a budget": {"memory": "1GiB"},
 }
 
 
@@ -421,6 +423,57 @@ def assert_same_adapter(ours: Any, theirs: Any) -> None:
     assert mine.keys() == expected.keys()
     assert all(value.any() for value in expected.values())  # lora_B begins with zeros
     assert [name for name, value in expected.items() if not torch.equal(mine[name], value)] == []
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: Case, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two of them, as PEFT saves them."""
+    folders = [tmp_path_factory.mktemp("adapter") for _ in range(2)]
+    for seed, folder in enumerate(folders):
+        model = with_lora(copy.deepcopy(llama.resident))
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+        model.save_pretrained(folder)
+    return folders
+
+
+def test_texts_with_adapters_that_are_loaded_switched_and_left_out(
+    llama: Case, adapters: list[Path], tier: str, moved: Counter[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    offloaded = llama.loaded(tier)
+    models = []
+    for base in (offloaded, copy.deepcopy(llama.resident)):
+        models.append(peft.PeftModel.from_pretrained(base, adapters[0]).eval())
+        models[-1].load_adapter(adapters[1], "second")
+    moved.clear()
+    texts = []
+    for adapter in ("default", "second", "default"):
+        for model in models:
+            model.set_adapter(adapter)
+        ours, theirs = (generated_by(model, **GREEDY) for model in models)
+        assert_equal(ours, theirs)
+        texts.append(ours)
+    assert_streamed(moved, tier, offloaded)
+    assert not torch.equal(texts[0][1], texts[1][1])
+    with models[0].disable_adapter(), models[1].disable_adapter():
+        plain, theirs = (generated_by(model, **GREEDY) for model in models)
+    assert_equal(plain, theirs)
+    assert not torch.equal(texts[0][1], plain[1])
+    # Not with the model that PEFT has not seen: torch computes otherwise with weights that are not trained.
+    assert_equal(*(generated_by(model.unload(), **GREEDY) for model in models))
+
+
+@pytest.mark.parametrize("tokens", [10, 8192])
+def test_a_plan_for_long_texts_keeps_the_room_that_they_take(llama: Case, tokens: int) -> None:
+    config = llama.resident.config
+    width = 2 * config.num_key_value_heads * config.head_dim * llama.resident.dtype.itemsize
+    plan = overspill.plan(llama.resident, {"cpu": "1GiB"}, context=tokens, batch=4)
+    assert plan.headroom == {torch.device("cpu"): 4 * tokens * config.num_hidden_layers * width}
+    assert plan.budgets == {torch.device("cpu"): (1 << 30) - plan.headroom[torch.device("cpu")]}
 
 
 BUDGETS: dict[str, dict[int | str, int | str]] = {"disk": {}, "mixed": {"cpu": "1500KiB"}}

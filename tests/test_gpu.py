@@ -12,6 +12,7 @@ from torch import nn
 
 import overspill
 from overspill.checkpoint.reader import FileReader
+from overspill.errors import StateError
 from overspill.managed import managed
 from overspill.slab import Window
 from overspill.transfer import Transfer
@@ -324,3 +325,10 @@ def test_memory_that_torch_gives_to_a_window_is_not_overwritten_while_queued_wor
         with torch.no_grad():
             model(x)
         assert int(copy_of_it.ne(1).sum()) == 0
+
+
+def test_a_model_on_the_gpu_is_not_offloaded_to_compute_on_the_cpu() -> None:
+    model = nn.Linear(512, 512).cuda()
+    with pytest.raises(StateError, match=r"weight is on cuda:0: .* Call model\.to\('cpu'\)"):
+        overspill.offload(model, to="cpu", device="cpu")
+    assert model.weight.is_cuda

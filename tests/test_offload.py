@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 import overspill
+from overspill import offloading
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import (
     BudgetError,
@@ -33,6 +35,7 @@ from overspill.errors import (
     StateError,
 )
 from overspill.managed import managed
+from overspill.plan import Tier
 from overspill.transfer import Transfer
 from support import TIERS, Block, Net, Where, aligned, loaded, narrow, placed, run_program, save_checkpoint
 
@@ -1821,6 +1824,17 @@ def test_the_cpu_is_no_tier_where_the_cpu_computes() -> None:
     with pytest.raises((StateError, BudgetError)):
         overspill.offload(model, to="cpu", modules=["blocks.1"], device="cpu")
     untouched.check()
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("cpu", "is in host memory"), ("cuda:0", r"is on cuda:0: .* Call model\.to\('cpu'\)")]
+)
+def test_a_move_to_the_cpu_to_compute_there_is_refused_by_where_the_tensor_is(device: str, told: str) -> None:
+    # Stand-ins: a tensor on a GPU is told as one also where there is none. test_gpu.py has the real thing.
+    mover: Any = SimpleNamespace(groups={"w": SimpleNamespace(tensor=SimpleNamespace(device=torch.device(device)))})
+    move: Any = SimpleNamespace(tier=Tier.CPU, device=torch.device("cpu"), unit=SimpleNamespace(tensors=["w"]))
+    with pytest.raises(StateError, match=f"w {told}"):
+        offloading._refuse_no_op(mover, [move])
 
 
 def test_a_part_moves_from_tier_to_tier(where: Where, model: Net, twin: Net, tmp_path: Path) -> None:

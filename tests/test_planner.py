@@ -368,6 +368,7 @@ def test_the_budgets_first_accelerator_computes(two_gpus):
         ({7: 1}, {}, "names cuda:7, and there is none: here are cuda:0, cuda:1, cpu, disk"),
         ({7: 1}, {"device": 0}, "names cuda:7, and there is none"),
         ({0: "much"}, {}, r"max_memory\[0\] 'much' is not a size"),
+        ("10GiB", {}, "max_memory='10GiB' does not say of which device"),
         ({0: -1}, {}, r"max_memory\[0\] is negative"),
         ({0: 1, "cuda:0": 2}, {}, "names cuda:0 a second time"),
         ({"disk": "1GiB"}, {}, "disk has no limit"),

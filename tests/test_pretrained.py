@@ -435,6 +435,17 @@ def test_room_that_cannot_be_meant_or_given(stored: Path, options: dict[str, int
         overspill.from_pretrained(transformers.AutoModelForCausalLM, stored, max_memory={"cpu": "100KiB"}, **options)
 
 
-def test_a_model_whose_memory_is_not_known_needs_headroom() -> None:
-    with pytest.raises(PlanError, match="headroom"):
-        overspill.plan(torch.nn.Linear(4, 4), {"cpu": "1GiB"}, context=8)
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+        transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+        transformers.SwinConfig(embed_dim=16, depths=[1], num_heads=[1], image_size=32),
+        None,
+    ],
+    ids=lambda config: "no Transformers model" if config is None else config.model_type,
+)
+def test_a_model_whose_memory_is_not_known_needs_headroom(config: Any) -> None:
+    model = torch.nn.Linear(4, 4) if config is None else transformers.AutoModel.from_config(config)
+    with pytest.raises(PlanError, match=rf"what {type(model).__name__} remembers .* Pass headroom"):
+        overspill.plan(model, {"cpu": "1GiB"}, context=8)

@@ -1,9 +1,9 @@
-"""The verbs."""
+"""The verbs. What few programs use, such as training and reports, is imported where it is used."""
 
 import os
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,11 +19,11 @@ from overspill.matching import match
 from overspill.offloading import Offloaded, changing, offload_by_plan, offload_parts, restore_parts
 from overspill.plan import Plan
 from overspill.planner import make_plan
-from overspill.reporting import Report, report_of
 from overspill.saving import StateDict, outputs_of, save_model
 from overspill.tensors import tensor_groups
-from overspill.tracing import trace_model
-from overspill.training.offload import activations_offloaded, offload_for_training
+
+if TYPE_CHECKING:
+    from overspill.reporting import Report
 
 
 def plan(
@@ -44,6 +44,7 @@ def plan(
     `device` are given. `print(plan)` shows what goes where and what a pass will cost.
 
     Args:
+        model: Any module: with weights, or a skeleton without.
         max_memory: Bytes for each device as in Accelerate: `{0: "10GiB", "cpu": "30GiB"}`. A device that is not named
             gets no weights, disk is unlimited, so `{}` puts everything on disk. None: what is free, less `headroom`.
         no_split_modules: Class names of the blocks that move as one. None: found by themselves.
@@ -54,6 +55,16 @@ def plan(
             them (keys and values) is left beside the headroom.
         batch: Texts that are generated at once. 1 if not given.
         device: Where to compute. None: the first accelerator, else the CPU.
+
+    Raises:
+        BudgetError: A size or device that cannot be read, or a budget too small for one unit. It says what would do.
+        PlanError: An option that has no effect, or a class in `no_split_modules` that the model does not have.
+
+    Example:
+        with overspill.empty_weights():
+            model = build()
+        plan = overspill.plan(model, {0: "10GiB", "cpu": "30GiB"}, device="cuda:0")
+        print(plan)
     """
     return make_plan(
         model,
@@ -92,13 +103,29 @@ def load(
     model is left as it was.
 
     Args:
+        model: Any module, mostly a skeleton from `empty_weights`. What it has in memory is replaced.
         checkpoint: A safetensors file, a folder, an index.json, or a `.bin`/`.pt` file (no code in it is run).
         plan: From `overspill.plan`. None: made here, within `max_memory`.
+        max_memory: As in `overspill.plan`, for when no plan is given.
         dtype: Cast floating-point weights to this. None: the dtype that the model has.
         strict: Every key of the checkpoint must be in the model and the other way round.
         offload_folder: Where tensors on disk are converted to when their dtype changes, or when they are transposed;
-            nothing else is written there. Experts that the model has fused are read where they lie.
+            nothing else is written there. Experts that the model has fused are read where they lie. None: a temporary
+            folder, which ends with the model.
         progress: Show a bar with bytes and rate, on a terminal.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged, unsafe or another model's. Its subclasses say which.
+        PlanError: The plan is not this model's, or an option has no effect beside it.
+        BudgetError: `max_memory` cannot be read or met, or the plan's devices are not here.
+        OffloadFolderError: What must be converted cannot be written.
+        StateError: The model is loaded or offloaded already.
+
+    Example:
+        with overspill.empty_weights():
+            model = build()
+        overspill.load(model, "checkpoint", max_memory={"cpu": "4MB"})
+        output = model(torch.randn(1, 512))
     """
     return _load(
         model,
@@ -175,6 +202,15 @@ def from_pretrained(
         offload_folder: As in `overspill.load`.
         progress: Show a bar with bytes and rate, on a terminal.
         options: Passed on: `attn_implementation`, `revision`, `trust_remote_code`, what the config is to have instead …
+
+    Raises:
+        CheckpointError: As in `overspill.load`; CheckpointNotFoundError also where the hub has no such model.
+        PlanError: An option of Transformers that has no use here, with the one that has; or a quantized checkpoint.
+        BudgetError: As in `overspill.plan`.
+
+    Example:
+        model = overspill.from_pretrained(AutoModelForCausalLM, "llama", max_memory={"cpu": "8MB"})
+        tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5)
     """
     model, index = skeleton_from_pretrained(model_class, path, dtype, options)
     cache = _cache(model, context, batch, None)
@@ -215,6 +251,19 @@ def offload(
         folder: Where files go, one folder a module. None: a temporary folder that ends with the model.
         device: Where it computes. None: where it is now.
         min_bytes: Modules whose own tensors are less than this in all stay. 4096 if not given.
+
+    Returns:
+        What was moved, what was written, and what stayed.
+
+    Raises:
+        PlanError: A path that the model does not have, a plan for another model, or options that exclude each other.
+        StateError: Something is offloaded there already, or nothing would move.
+        OffloadFolderError: The folder is another model's or another user's, or cannot be written.
+
+    Example:
+        model = build()
+        moved = overspill.offload(model, to="disk", modules=["0", "1"])
+        print(moved)
     """
     if (plan is None) == (to is None):
         raise PlanError("offload needs to know where to: pass a plan, or to='cpu' or to='disk', and not both")
@@ -245,6 +294,15 @@ def restore(
         device: Where to. None: where each tensor was before; for a model that was loaded, where it computes.
         dtype: Cast floating-point tensors to this. None: each keeps its own.
         delete: Remove the files that the offload wrote, and their folder if nothing else is in it.
+
+    Raises:
+        StateError: Nothing of it is offloaded.
+        PlanError: A path that the model does not have.
+        CheckpointError: A file that a weight is in has changed or is gone. The model stays as it is.
+
+    Example:
+        overspill.restore(model)
+        assert type(model[0].weight) is nn.Parameter
     """
     restore_parts(
         model,
@@ -282,6 +340,17 @@ def adopt(model: nn.Module, plan: Plan | None = None) -> nn.Module:
     Args:
         model: From `from_pretrained(device_map=...)`, `dispatch_model`, `cpu_offload`, `disk_offload`, and so on.
         plan: Put its parts where this says. None: leave each where Accelerate put it.
+
+    Raises:
+        StateError: It is not dispatched, or in a way that cannot be taken over: the message names the hook.
+        CheckpointError: Files of Accelerate's that are gone, changed or not as its index says.
+        PlanError: The plan casts, or is another model's.
+
+    Example:
+        model = AutoModelForCausalLM.from_pretrained(
+            "llama", device_map="auto", max_memory={"cpu": "8MB"}, offload_folder="offload"
+        )
+        overspill.adopt(model)
     """
     from overspill.adopting import adopt_model  # it looks for Accelerate, which few programs have loaded
 
@@ -305,11 +374,21 @@ def save(
     which may be the one that the model was loaded from, stays whole until the new one stands. Forwards wait meanwhile.
 
     Args:
+        model: Any module, offloaded or not.
+        folder: New, empty, or with a checkpoint to replace.
         max_shard_size: Bytes of tensors in one file; a larger tensor gets a file of its own.
         original_format: Undo what Transformers did to the tensors when they were loaded: experts that it fused are
             stored one by one again. False: names and shapes as the model has them.
         metadata: Strings to keep in the files' headers.
         progress: Show a bar with bytes and rate, on a terminal.
+
+    Raises:
+        SaveError: The folder holds something else or is full, or is being saved to. The old checkpoint is whole.
+        ConversionError: The form in which it was loaded cannot be written again: pass `original_format=False`.
+        CheckpointError: A file that a weight is in has changed or is gone.
+
+    Example:
+        overspill.save(model, "out", max_shard_size="4MB")
     """
     save_model(
         model,
@@ -322,7 +401,19 @@ def save(
 
 
 def state_dict(model: nn.Module, *, original_format: bool = True) -> StateDict:
-    """What `save` would write, by name, each tensor read when it is asked for. For those who write other formats."""
+    """What `save` would write, by name, each tensor read when it is asked for. For those who write other formats.
+
+    Args:
+        model: Any module, offloaded or not.
+        original_format: As in `overspill.save`.
+
+    Raises:
+        ConversionError: As in `overspill.save`.
+
+    Example:
+        for name, tensor in overspill.state_dict(model).items():
+            print(name, tuple(tensor.shape))
+    """
     with changing(model, "read a model"):  # not in the middle of a forward, where modules show other tensors
         return StateDict(outputs_of(model, original_format=original_format))
 
@@ -355,7 +446,22 @@ def offload_training(
             device waits for each copy where the link is the bottleneck.
         memory: Device memory for a whole training step, "20GiB". The second step is measured; from the third on each
             block keeps, offloads or recomputes, whatever is fastest within this, and the choice is printed.
+
+    Raises:
+        PlanError: Layers that the model does not have, or options that have no effect together.
+        BudgetError: Host memory does not hold the weights, or `memory` is less than a step takes at the least; the
+            latter comes in the step that finds out.
+        StateError: Something of the model is offloaded already.
+
+    Example:
+        model = build()
+        overspill.offload_training(model, layers=["0", "1", "2"], weights=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(8, 512)).square().mean().backward()
+        optimizer.step()
     """
+    from overspill.training.offload import offload_for_training
+
     offload_for_training(
         model,
         layers=layers,
@@ -373,14 +479,25 @@ def offload_activations(
 ) -> AbstractContextManager[None]:
     """Within, tensors that autograd saves leave the device until backward needs them, whatever code runs.
 
-    `with overspill.offload_activations(): loss = model(x)`, then `loss.backward()` outside. Parameters, their views and
-    small tensors stay.
+    A context around the forward; backward comes after it. Parameters, their views and small tensors stay.
 
     Args:
         to: Pinned host memory, or a file.
         min_bytes: Tensors smaller than this stay. 1 MiB if not given.
         double_buffering: As in `offload_training`.
+
+    Raises:
+        PlanError: Another place than "cpu" and "disk".
+        BudgetError: A size that cannot be read.
+
+    Example:
+        x = torch.randn(256, 256, requires_grad=True)
+        with overspill.offload_activations(min_bytes=0):
+            loss = (x @ x).relu().square().mean()
+        loss.backward()
     """
+    from overspill.training.offload import activations_offloaded
+
     return activations_offloaded(to=to, min_bytes=min_bytes, double_buffering=double_buffering)
 
 
@@ -388,14 +505,40 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> AbstractContextMana
     """Within the context, record what is read, copied, waited for and computed, and write a timeline to `path`.
 
     The file is for https://ui.perfetto.dev or chrome://tracing. Costs a little time, and memory for each event.
+
+    Args:
+        model: A managed model, of which something is offloaded.
+        path: The file to write, when the context ends.
+
+    Raises:
+        StateError: Nothing of it is offloaded, or it is being traced already.
+
+    Example:
+        model = overspill.from_pretrained(AutoModelForCausalLM, "llama", max_memory={"cpu": "8MB"})
+        with overspill.trace(model, "trace.json"):
+            model(torch.tensor([[1, 2, 3]]))
     """
+    from overspill.tracing import trace_model
+
     return trace_model(model, path)
 
 
-def report(model: nn.Module) -> Report:
+def report(model: nn.Module) -> "Report":
     """What is where, what was moved since the model is managed, and how well that was foreseen.
 
-    `print(overspill.report(model))`, or `overspill.report(model).save("report.html")` for a page with pictures; after a
-    `trace`, with a timeline.
+    Print it, or save it as a page with pictures; after a `trace`, with a timeline.
+
+    Args:
+        model: A managed model.
+
+    Raises:
+        StateError: Nothing of it is managed by overspill.
+
+    Example:
+        report = overspill.report(model)
+        print(report)
+        report.save("report.html")
     """
+    from overspill.reporting import report_of
+
     return report_of(model)

@@ -283,9 +283,9 @@ def _old_mark(mark: Path, fingerprint: str) -> tuple[int, bool] | None:
     except FileNotFoundError:
         return None
     try:
-        if not _is_own(os.fstat(descriptor)):
+        if not is_own(os.fstat(descriptor)):
             raise OffloadFolderError(f"{mark} was made by another user. Pass another folder")
-        free = _try_lock(descriptor)
+        free = try_lock(descriptor)
         if not _is_at(mark, descriptor):
             os.close(descriptor)
             return None
@@ -302,7 +302,7 @@ def _old_mark(mark: Path, fingerprint: str) -> tuple[int, bool] | None:
     return descriptor, document.get("made the folder") is True
 
 
-def _is_own(status: os.stat_result) -> bool:
+def is_own(status: os.stat_result) -> bool:
     """Whether it was made by this user: what others plant may say anything, and may change while it is used."""
     return status.st_uid == os.geteuid()
 
@@ -314,7 +314,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Take the lock of a mark, unless its maker holds it yet. The system lets go of it for those who are killed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -359,7 +360,7 @@ class _Draft:
                 status = os.lstat(self._folder)
                 if not stat.S_ISDIR(status.st_mode):
                     problem = "is not a folder"
-                elif not _is_own(status):
+                elif not is_own(status):
                     problem = "was made by another user"
                 elif any(self._folder.iterdir()) and not _read_index(self._folder).items() >= self._owner.items():
                     problem = f"was not made by overspill for module {self._module!r} of this model"
@@ -504,7 +505,7 @@ def _read_index(folder: Path) -> dict[str, object]:
             return {}
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode) and _is_own(status):
+            if stat.S_ISREG(status.st_mode) and is_own(status):
                 document = _parsed(file.read(MAX_HEADER))
                 return document if document.items() >= _MADE_BY.items() else {}
         return {}

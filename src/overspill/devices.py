@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -61,7 +60,7 @@ def _parse_device(device: torch.device | str | int, present: list[torch.device])
 def free_memory(device: torch.device) -> int:
     """Bytes that can be taken on `device` now: what is free, with what torch's allocator holds unused."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return _host_memory()[0]
     module = torch.get_device_module(device)
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
@@ -76,8 +75,16 @@ def reserve(nbytes: int, device: torch.device) -> None:
 def total_memory(device: torch.device) -> int:
     """Bytes that `device` has in all."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().total)
+        return _host_memory()[1]
     return int(torch.get_device_module(device).mem_get_info(device)[1])
+
+
+def _host_memory() -> tuple[int, int]:
+    """Bytes of host memory that can be taken now, and all that there are."""
+    import psutil  # whoever gives budgets does without it
+
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
 
 
 @functools.cache

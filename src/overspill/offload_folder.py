@@ -1,5 +1,12 @@
-"""A folder of our own for tensors that cannot be read in place: made fresh, marked, and removed with the model."""
+"""A folder of our own for tensors that cannot be read in place: made fresh, marked, and removed with the model.
 
+Note: leftovers. The folder of a process that was killed, a model's worth of disk, is removed by the next load into the
+same place. It takes a folder for a leftover if the mark in it is this user's, says that it was made for converted
+tensors on this machine, and is not locked: the owner holds a lock on the mark for as long as it lives. The mark is
+written under the lock, so one that is still empty tells nothing, and stays.
+"""
+
+import fcntl
 import json
 import os
 import shutil
@@ -10,10 +17,13 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+from overspill.bundles import is_own, try_lock
 from overspill.checkpoint.writer import private_file, write_all
 from overspill.config import align, format_size
+from overspill.devices import PAGE
 from overspill.errors import OffloadFolderError
 
+_PREFIX = "overspill-"
 _MARK = "overspill.json"
 _TENSORS = "tensors.bin"
 _ALIGNMENT = 4096  # a tensor that starts on a page can be read past the page cache without waste
@@ -26,14 +36,13 @@ class OffloadFolder:
         where = Path(parent) if parent is not None else Path(tempfile.gettempdir())
         with _explained(f"cannot make an offload folder in {where}"):
             where.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f"overspill-{fingerprint}-", dir=where))
+            _remove_leftovers(where)
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{fingerprint}-", dir=where))
         self.tensors = self.path / _TENSORS
         self._finalizer = weakref.finalize(self, _remove, os.getpid(), self.path, os.lstat(self.path))
         try:
             self._require(nbytes)
-            mark = {"made by": "overspill", "fingerprint": fingerprint}
-            with _explained(f"cannot write to {self.path}"), private_file(self.path / _MARK) as file:
-                write_all(file, memoryview(json.dumps(mark).encode()))
+            self._put_mark(fingerprint)
         except BaseException:
             self.remove()
             raise
@@ -52,6 +61,14 @@ class OffloadFolder:
     def remove(self) -> None:
         """Delete our files, and the folder if nothing else is in it."""
         self._finalizer()
+
+    def _put_mark(self, fingerprint: str) -> None:
+        with _explained(f"cannot write to {self.path}"), private_file(self.path / _MARK) as file:
+            lock = os.dup(file.fileno())
+            weakref.finalize(self, os.close, lock)
+            with suppress(OSError):  # a file system without locks, where nobody takes this for a leftover either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            write_all(file, memoryview(json.dumps({**_whose(), "fingerprint": fingerprint}).encode()))
 
     def _require(self, nbytes: int) -> None:
         free = shutil.disk_usage(self.path).free
@@ -77,6 +94,36 @@ def _explained(what: str) -> Iterator[None]:
             raise
         reason = error.strerror or str(error)
         raise OffloadFolderError(f"{what} ({reason}). Free some space, or pass another offload_folder") from error
+
+
+def _whose() -> dict[str, str]:
+    """What the marks of all such folders say that were made here. Locks may not reach from one machine to another."""
+    return {"made by": "overspill", "holds": "converted tensors", "machine": os.uname().nodename}
+
+
+def _remove_leftovers(where: Path) -> None:
+    for folder in where.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it has no mark, or is gone by now, or is not ours to look into
+            _remove_if_left(folder)
+
+
+def _remove_if_left(folder: Path) -> None:
+    made = os.lstat(folder)
+    # Not waiting for a pipe, nor following a link, in the place of a mark.
+    mark = os.open(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if is_own(made) and is_own(os.fstat(mark)) and try_lock(mark) and _is_ours(os.pread(mark, PAGE, 0)):
+            _remove(os.getpid(), folder, made)
+    finally:
+        os.close(mark)
+
+
+def _is_ours(mark: bytes) -> bool:
+    try:
+        document = json.loads(mark)
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.items() >= _whose().items()
 
 
 def _remove(owner: int, folder: Path, made: os.stat_result) -> None:

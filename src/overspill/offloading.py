@@ -49,8 +49,9 @@ class Offloaded:
     modules: tuple[str, ...]
     """Paths of the units that moved."""
     nbytes: int
+    """Bytes of these."""
     files: tuple[Path, ...]
-    """What was written."""
+    """What was written. Empty for host memory."""
     stayed: tuple[str, ...]
     """Names of the tensors that stayed where they compute: in leaves too small to move, or buffers not stored."""
 
@@ -355,12 +356,19 @@ def _device(mover: Mover, names: Sequence[str], given: torch.device | str | int 
 def _refuse_no_op(mover: Mover, placements: Sequence[Placement]) -> None:
     for placement in placements:
         for name in placement.unit.tensors:
-            at_home = tier_of(mover.groups[name].tensor) is Tier.DEVICE
-            if placement.tier is Tier.CPU and placement.device == CPU and at_home:
+            tensor = mover.groups[name].tensor
+            if placement.tier is not Tier.CPU or placement.device != CPU or tier_of(tensor) is not Tier.DEVICE:
+                continue
+            if tensor.device == CPU:
                 raise StateError(
                     f"{name} is in host memory and computes there, so to='cpu' would change nothing. "
                     "Pass device=0 to compute on a GPU, or to='disk'"
                 )
+            raise StateError(
+                f"{name} is on {tensor.device}: to='cpu' and device='cpu' would bring it to host memory to stay, and "
+                f"nothing would be streamed. Call model.to('cpu') for that, or leave out device to compute on "
+                f"{tensor.device}"
+            )
 
 
 def _left_behind(

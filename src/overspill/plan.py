@@ -42,6 +42,7 @@ class Placement:
     unit: Unit
     tier: Tier
     device: torch.device
+    """Where it computes. On the tier "device" it rests there, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ class Rates:
     link: float | None
     """From pinned host memory to the compute device. None: the CPU computes, nothing crosses a link."""
     disk: float = ASSUMED_DISK
+    """From the disk that the checkpoint is on."""
     link_measured: bool = False
+    """On this machine; else it is what is usual."""
     disk_measured: bool = False
 
     @classmethod
@@ -68,13 +71,17 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every unit's tier and device. `print` shows it as a table, `plot` as a picture."""
+    """Every unit's tier and device. `print` shows it as a table, `plot` as a picture.
+
+    Made by `overspill.plan`, or from a device map by `Plan.from_device_map`; taken by `load`, `offload` and `adopt`.
+    """
 
     placements: tuple[Placement, ...]
     """In definition order."""
     stays: tuple[str, ...]
     """Names of the tensors that are too small to move: always on the device that computes with them."""
     stays_nbytes: int
+    """Bytes of these."""
     device: torch.device
     """The compute device. All that is streamed computes here."""
     windows: Mapping[torch.device, int]
@@ -84,6 +91,7 @@ class Plan:
     headroom: Mapping[torch.device, int]
     """Bytes kept free beside the budgets: for activations, the KV cache, the device's own needs."""
     rates: Rates
+    """What `predicted_seconds` is made with."""
     dtype: torch.dtype | None
     """What floating-point weights are cast to. None: each keeps its own."""
 
@@ -119,7 +127,7 @@ class Plan:
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Where it computes."""
+        """All devices that something computes on."""
         return frozenset({self.device, *(placement.device for placement in self.placements)})
 
     @property
@@ -134,14 +142,22 @@ class Plan:
         return max(link, self._streamed(Tier.DISK) / self.rates.disk)
 
     def bytes_on(self, device: torch.device) -> int:
-        """Bytes that the plan takes on `device`: resident units, window, what stays, and homes in host memory."""
+        """Bytes that the plan takes on a device: resident units, window, what stays, and what rests in host memory.
+
+        Args:
+            device: `torch.device("cuda", 0)`, or `torch.device("cpu")` for host memory.
+        """
         held = sum(p.unit.nbytes for p in self.placements if p.tier is Tier.DEVICE and p.device == device)
         if device == self.device:
             held += self.stays_nbytes + self.window
         return held + (self.cpu_bytes if device == devices.CPU else 0)
 
     def device_of(self, path: str) -> torch.device:
-        """Where the module or tensor at `path` computes: with the unit around it, else on the compute device."""
+        """Where a module or tensor computes: with the unit around it, else on the compute device.
+
+        Args:
+            path: Its dotted path in the model.
+        """
         for prefix in _prefixes(path):
             if prefix in self._roots:
                 return self._roots[prefix]
@@ -175,9 +191,23 @@ class Plan:
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
     ) -> "Plan":
-        """The plan that `device_map` describes, in Accelerate's form. A tied tensor goes where its first name says.
+        """The plan that a device map describes. A tied tensor goes where its first name says.
 
-        With an accelerator in the map, or as `device`, what rests on "cpu" and "disk" computes there.
+        Args:
+            model: What it is for; a skeleton will do.
+            device_map: In Accelerate's form: dotted paths to an index, a device, "cpu" or "disk". "" is all the rest.
+            window: As in `overspill.plan`.
+            no_split_modules: As in `overspill.plan`.
+            dtype: As in `overspill.plan`.
+            device: Where what rests on "cpu" and "disk" computes. None: on the first accelerator in the map, else on
+                the CPU.
+
+        Raises:
+            PlanError: The map names what the model does not have, leaves something out, or splits what computes as one.
+            BudgetError: Something that is no device, or a window that is too small.
+
+        Example:
+            plan = overspill.Plan.from_device_map(build(), {"0": "disk", "1": "disk", "": "cpu"})
         """
         places = {path: as_place(value, what=f"device_map[{path!r}]") for path, value in device_map.items()}
         main = _main_device(places, device)
@@ -231,7 +261,14 @@ class Plan:
                 raise PlanError(f"the plan was made for another size or dtype of {unit.name!r}. Make a new plan")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the plan as a picture, in the format that the ending of `path` names."""
+        """Draw the plan as a picture. Needs matplotlib: `pip install 'overspill[plot]'`.
+
+        Args:
+            path: The file to write. Its ending names the format: `plan.png`, `plan.svg`, `plan.pdf`.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         from overspill.picture import draw  # knows the plan, and not the other way round
 
         draw(self, path)

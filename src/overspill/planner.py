@@ -152,6 +152,8 @@ def _free_budget(main: torch.device, kept: int | None, cache: int, *, alone: boo
 
 
 def _named(max_memory: Mapping[int | str, int | str]) -> dict[torch.device, int]:
+    if not isinstance(max_memory, Mapping):  # a size alone is what people try first
+        raise BudgetError(f"max_memory={max_memory!r} does not say of which device. Write {{0: '10GiB'}}")
     named: dict[torch.device, int] = {}
     for key, value in max_memory.items():
         what = f"max_memory[{key!r}]"

@@ -24,7 +24,9 @@ class Report:
     """A managed model at one moment. `print` shows it, `save` writes it as a page."""
 
     name: str
+    """The class of the model."""
     plan: Plan
+    """What is where."""
     passes: int
     """Calls of the model so far."""
     moved: dict[str, int]
@@ -69,14 +71,18 @@ class Report:
             yield f"traced: {computing:.4g} s of computing, {moving:.4g} s of moving bytes, {hidden}"
 
     def html(self) -> str:
-        """The page."""
+        """The page, which needs nothing else. Notebooks show it by themselves."""
         return _page(self)
 
     def _repr_html_(self) -> str:
         return self.html()  # what notebooks show
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page to `path`."""
+        """Write the page.
+
+        Args:
+            path: The file, `report.html`.
+        """
         Path(path).write_text(self.html(), encoding="utf-8")
 
 

@@ -35,6 +35,14 @@ def empty_weights(include_buffers: bool = False) -> Iterator[None]:
     keep their class, attributes and ties. What was built before the context is not touched: a parameter from outside
     keeps its values there, and its twin in the new module has none. Only the calling thread is affected; contexts nest,
     and the inner one counts.
+
+    Args:
+        include_buffers: Buffers take no memory either. A checkpoint must hold them then.
+
+    Example:
+        with overspill.empty_weights():
+            model = build()
+        assert model[0].weight.is_meta
     """
     with registered_on(torch.device("meta"), include_buffers), _NothingToInitialise():
         yield

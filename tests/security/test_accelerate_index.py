@@ -82,6 +82,45 @@ def test_a_shape_that_lies_is_refused(shape: list[int], folder: Path) -> None:
         overspill.adopt(model)
 
 
+MALFORMED: list[object] = [
+    None,
+    "float32",
+    7,
+    ["dtype", "shape"],
+    {},
+    {"dtype": "float32"},
+    {"dtype": "float32", "shape": None},
+    {"dtype": "float32", "shape": 16},
+    {"dtype": "float32", "shape": "44"},
+    {"dtype": "float32", "shape": ["4", "4"]},
+    {"dtype": "float32", "shape": [4.0, 4]},
+    {"dtype": "float32", "shape": [[4, 4]]},
+    {"dtype": "float32", "shape": {"4": 4}},
+    {"dtype": "float32", "shape": [4, 4], "safetensors_file": 3},
+    {"dtype": "float32", "shape": [4, 4], "safetensors_file": ["x"]},
+    {"dtype": "float32", "shape": [4, 4], "safetensors_file": "x.safetensors", "weight_name": ["0.weight"]},
+]
+
+
+@pytest.mark.parametrize("entry", MALFORMED, ids=str)
+def test_an_entry_that_is_malformed_is_refused_by_the_name_of_the_index(entry: object, folder: Path) -> None:
+    save_file({"0.weight": torch.ones(4, 4)}, folder.parent / "x.safetensors")
+    if isinstance(entry, dict) and entry.get("safetensors_file") == "x.safetensors":
+        entry = {**entry, "safetensors_file": str(folder.parent / "x.safetensors")}
+    model = dispatched(folder, lambda index: index.update({"0.weight": entry}))
+    with pytest.raises(CheckpointError, match=rf"{folder / 'index.json'} (says|gives) .*0\.weight"):
+        overspill.adopt(model)
+    assert all(module._hf_hook is not None for module in (model[0], model[1]))  # as it was, with its hooks
+
+
+@pytest.mark.parametrize("index", [["0.weight"], "0.weight", 3], ids=str)
+def test_an_index_that_is_no_table_is_refused(index: object, folder: Path) -> None:
+    model = dispatched(folder, lambda index: None)
+    model[0]._hf_hook.weights_map.dataset.index = index
+    with pytest.raises(CheckpointError, match=rf"{folder / 'index.json'} is not a table"):
+        overspill.adopt(model)
+
+
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device", "a link to more", "cut short", "gone"])
 def test_a_file_that_is_not_what_the_index_says_is_refused_and_not_waited_for(
     kind: str, folder: Path, tmp_path: Path

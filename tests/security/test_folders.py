@@ -1,8 +1,11 @@
 """Folders that others made, share or lie in wait in: nothing of theirs is written, deleted or trusted."""
 
+import errno
+import fcntl
 import json
 import os
 import secrets
+import signal
 import stat
 import tempfile
 import warnings
@@ -260,6 +263,126 @@ def test_what_is_written_for_ourselves_is_private_whatever_the_umask(mask: int, 
         converted.open().close()
     for path in (root.path, *root.path.rglob("*"), converted.path, *converted.path.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+# ---------------------------------------------------------------- what a killed process has left
+
+
+def left_in(folder: Path) -> Path:
+    """The folder of converted tensors of a process that was killed."""
+    before = set(folder.iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as above
+        child = os.fork()
+    if child == 0:
+        converted = OffloadFolder(folder, fingerprint="them", nbytes=1)
+        with converted.open() as file:
+            file.write(b"tensors")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (left,) = set(folder.iterdir()) - before
+    return left
+
+
+def test_the_next_load_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+    left = left_in(tmp_path)
+    assert sorted(path.name for path in left.iterdir()) == ["overspill.json", "tensors.bin"]
+    converted = OffloadFolder(tmp_path, fingerprint="me", nbytes=1)
+    assert list(tmp_path.iterdir()) == [converted.path]
+    converted.remove()
+
+
+def test_what_lives_is_no_leftover_here_or_in_another_process(tmp_path: Path) -> None:
+    first = OffloadFolder(tmp_path, fingerprint="me", nbytes=1)
+    first.open().close()
+    left = left_in(tmp_path)  # made beside the first, which stays
+    second = OffloadFolder(tmp_path, fingerprint="me", nbytes=1)
+    assert set(tmp_path.iterdir()) == {first.path, second.path}
+    assert first.tensors.exists()
+    assert not left.exists()
+    first.remove()
+    second.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def changed(left: Path, kind: str) -> None:
+    """Make a leftover something that only looks like one."""
+    mark = left / "overspill.json"
+    document = json.loads(mark.read_text())
+    if kind == "no mark":
+        mark.unlink()
+    elif kind == "an empty mark":
+        mark.write_text("")
+    elif kind == "a mark of another kind":
+        mark.write_text(json.dumps({"made by": "overspill", "format": 1, "fingerprint": document["fingerprint"]}))
+    elif kind == "no table":
+        mark.write_text("[]")
+    elif kind == "another machine's":
+        mark.write_text(json.dumps({**document, "machine": "another"}))
+    elif kind == "a link in the mark's place":
+        mark.rename(left / "mine.json")
+        mark.symlink_to(left / "mine.json")
+    elif kind == "another name":
+        left.rename(left.with_name("mine"))
+    else:
+        assert kind == "a pipe in the mark's place"
+        mark.unlink()
+        os.mkfifo(mark)
+
+
+LOOKALIKES = [
+    "no mark",
+    "an empty mark",
+    "a mark of another kind",
+    "no table",
+    "another machine's",
+    "a link in the mark's place",
+    "a pipe in the mark's place",
+    "another name",
+]
+
+
+@pytest.mark.parametrize("kind", LOOKALIKES)
+def test_what_only_looks_like_a_leftover_stays(kind: str, tmp_path: Path) -> None:
+    changed(left_in(tmp_path), kind)
+    before = sorted(tmp_path.rglob("*"))
+    OffloadFolder(tmp_path, fingerprint="me", nbytes=1).remove()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_a_leftover_elsewhere_is_not_followed(tmp_path: Path) -> None:
+    for name in ("elsewhere", "here"):
+        (tmp_path / name).mkdir()
+    left = left_in(tmp_path / "elsewhere")
+    (tmp_path / "here" / left.name).symlink_to(left)
+    OffloadFolder(tmp_path / "here", fingerprint="me", nbytes=1).remove()
+    assert (left / "tensors.bin").read_bytes() == b"tensors"
+
+
+def test_what_somebody_has_put_into_a_leftover_stays(tmp_path: Path) -> None:
+    left = left_in(tmp_path)
+    (left / "notes.txt").write_text("mine")
+    OffloadFolder(tmp_path, fingerprint="me", nbytes=1).remove()
+    assert [path.name for path in left.iterdir()] == ["notes.txt"]
+
+
+@as_root
+def test_a_leftover_that_another_user_laid_out_stays(tmp_path: Path) -> None:
+    left = left_in(tmp_path)
+    os.chown(left / "overspill.json", NOBODY, NOBODY)
+    OffloadFolder(tmp_path, fingerprint="me", nbytes=1).remove()
+    assert (left / "tensors.bin").exists()
+
+
+def test_without_locks_nothing_is_a_leftover_and_loads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = left_in(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    OffloadFolder(tmp_path, fingerprint="me", nbytes=1).remove()
+    assert list(tmp_path.iterdir()) == [left]
 
 
 # ---------------------------------------------------------------- saved checkpoints

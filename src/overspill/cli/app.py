@@ -1,6 +1,7 @@
 """The commands and their help."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -33,12 +34,14 @@ Results go to stdout, as JSON with --json; everything else goes to stderr.
 class Commands(TyperGroup):
     """The commands, all ending in the same way."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:
         """Run one of them, and exit."""
         output = Output()
+        # A guess, for a command line that cannot be understood; else the command's own option has the last word.
+        output.as_json = "--json" in (sys.argv[1:] if args is None else args)
         kwargs.update(standalone_mode=False, obj=output)
         run_command = super().main
-        sys.exit(carried_out(lambda: run_command(*args, **kwargs), output))
+        sys.exit(carried_out(lambda: run_command(args, *others, **kwargs), output))
 
 
 app = typer.Typer(

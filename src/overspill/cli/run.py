@@ -12,10 +12,12 @@ from overspill.cli.memory import PeakMemory
 from overspill.cli.options import Debug, Device, Json, MaxMemory, parse_dtype
 from overspill.cli.output import Output
 from overspill.config import format_size
+from overspill.integrations.configs import read_config
 from overspill.integrations.generating import Generated, Sampling, encode, generate, generating_class, tokenizer_of
+from overspill.integrations.transformers import remembers_tokens
 from overspill.managed import managed
 from overspill.plan import Plan
-from overspill.planner import read_budget
+from overspill.planner import Budget, read_budget
 
 
 def run(
@@ -46,6 +48,7 @@ def run(
 ) -> None:
     """Have a language model write, within a memory budget. Tokens a second and peak memory come at the end, on stderr.
 
+    What the model remembers of the prompt and of --max-new-tokens is counted in the budget, beside the weights.
     With --json the text comes with them at the end, and --stream prints it on stderr meanwhile.
     """
     output: Output = context.obj
@@ -57,8 +60,12 @@ def run(
     model_class, tokenizer = generating_class(path), tokenizer_of(path)
     inputs = encode(tokenizer, prompt, chat=chat, path=path)
     words = _Words(wanted=sys.stdout.isatty() if stream is None else stream, err=output.as_json)
-    with PeakMemory(read_budget(max_memory, device=device).device) as peak:
-        model = overspill.from_pretrained(model_class, path, max_memory=max_memory, dtype=dtype, device=device)
+    budget = read_budget(max_memory, device=device)
+    length = inputs["input_ids"].shape[1] + max_new_tokens if _takes_of(budget, path) else None
+    with PeakMemory(budget.device) as peak:
+        model = overspill.from_pretrained(
+            model_class, path, max_memory=max_memory, dtype=dtype, context=length, device=device
+        )
         generated = generate(model, tokenizer, inputs, sampling, words.show)
     words.end()
     manager = managed(model)
@@ -70,6 +77,12 @@ def run(
         output.result(document, generated.text)
     if not output.as_json:
         output.note(_summary(generated, manager.plan, peak))
+
+
+def _takes_of(budget: Budget, path: str) -> bool:
+    """Whether what the model remembers of a text takes memory of a device that has a budget."""
+    computing = [place for place in budget.capacity if place == budget.device or place.type != "cpu"]
+    return any(budget.capacity[place] for place in computing) and remembers_tokens(read_config(path))
 
 
 class _Words:
@@ -128,4 +141,5 @@ def _document(generated: Generated, plan: Plan, peak: PeakMemory) -> dict[str, A
         "cpu_bytes": plan.cpu_bytes,
         "disk_bytes": plan.disk_bytes,
         "window_bytes": plan.window,
+        "headroom": {str(place): nbytes for place, nbytes in plan.headroom.items()},
     }

@@ -12,16 +12,28 @@ from overspill.errors import PlanError
 class CpuOffloading:
     """The options by their names in Megatron Bridge's model configurations, with its defaults and checks.
 
-    `CpuOffloading(cpu_offloading=True, cpu_offloading_num_layers=12).apply(model)`, and `overspill.restore(model)` ends
-    it. Where Megatron ignores an option that has no effect, this raises.
+    `overspill.restore(model)` ends it. Where Megatron ignores an option that has no effect, this raises.
+
+    Raises:
+        PlanError: A negative number of layers, nothing to offload, or an option that has no effect.
+
+    Example:
+        from overspill.compat.megatron import CpuOffloading
+
+        options = CpuOffloading(cpu_offloading=True, cpu_offloading_num_layers=2, cpu_offloading_weights=True)
+        model = options.apply(LlamaForCausalLM(config))
     """
 
     cpu_offloading: bool = False
+    """Whether anything is done at all."""
     cpu_offloading_num_layers: int = 0
     """How many layers, from the first: 0 up to all but the last."""
     cpu_offloading_activations: bool = True
+    """What these layers save for backward is in host memory meanwhile."""
     cpu_offloading_weights: bool = False
+    """Their weights and gradients are in host memory, and come for forward and backward."""
     cpu_offloading_double_buffering: bool = False
+    """Twice the memory for what is on its way, so that copies go on while layers compute."""
 
     def __post_init__(self) -> None:
         if self.cpu_offloading_num_layers < 0:
@@ -43,7 +55,14 @@ class CpuOffloading:
         return [name for name, default in defaults.items() if getattr(self, name) != default]
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Set `model` up for training as the options say. Returns `model`, untouched if `cpu_offloading` is off."""
+        """Set a model up for training as the options say. Returns it, untouched if `cpu_offloading` is off.
+
+        Args:
+            model: Where it computes, with as many layers as the options need, and one more.
+
+        Raises:
+            PlanError: It has too few layers.
+        """
         if not self.cpu_offloading:
             return model
         return offload_training(

@@ -41,6 +41,11 @@ def offload_to_disk(
         module: A module, be it a container or the model itself, or dotted paths of modules in `model`.
         model: What `module` is a part of. None: of nothing, so it needs a folder of its own.
         disk_path: Each module gets a folder in this one, named by its dotted path in `model`.
+
+    Raises:
+        PlanError: A path or module that is not in the model.
+        StateError: It is on disk already.
+        OffloadFolderError: The folder is another model's or another user's, or cannot be written.
     """
     target, paths = _find(module, model)
     try:
@@ -77,6 +82,10 @@ def undo_offload_to_disk(
         include_buffers: Whether `device` and `dtype` are for buffers too. They come back in any case.
         delete_offload_folders: Remove the files that were written for it, and the folders that are empty then.
         dtype: Cast floating-point parameters and buffers to this. None: each keeps its own.
+
+    Raises:
+        StateError: Nothing of it is offloaded.
+        PlanError: `include_buffers=False` without a device or dtype, which has no effect.
     """
     if not include_buffers and device is None and dtype is None:
         raise PlanError("include_buffers=False has no effect without device or dtype. Leave it out")
@@ -87,9 +96,14 @@ def undo_offload_to_disk(
 
 
 def get_module_fullname(model: nn.Module, module: nn.Module) -> str:
-    """The dotted path of `module` in `model`: the first if it hangs at several, "" for the model itself.
+    """The dotted path of a module in a model: the first if it hangs at several, "" for the model itself.
 
-    A wrapper around a module of the model, with that in its `module` attribute, has the path of what it wraps.
+    Args:
+        model: What it is in.
+        module: The module, or a wrapper around it, with that in its `module` attribute.
+
+    Raises:
+        PlanError: It is not in the model.
     """
     paths: dict[nn.Module, str] = {part: path for path, part in model.named_modules()}
     wanted: object = module
@@ -104,7 +118,16 @@ def get_module_fullname(model: nn.Module, module: nn.Module) -> str:
 
 
 def set_submodule(root: nn.Module, path: str, new_mod: nn.Module) -> None:
-    """Put `new_mod` in the place of the module at the dotted `path`, also in a list by its index."""
+    """Put a module in another one's place.
+
+    Args:
+        root: The model.
+        path: Dotted path of what is there, also in a list by its index.
+        new_mod: What is there from then on.
+
+    Raises:
+        PlanError: Nothing is at that path, or the model itself.
+    """
     (found,) = find_modules(root, path)
     if not found:
         raise PlanError("path='' is the model itself, which is in no module's place. Name a module in it")
@@ -112,8 +135,11 @@ def set_submodule(root: nn.Module, path: str, new_mod: nn.Module) -> None:
 
 
 def is_meta_module(m: nn.Module) -> bool:
-    """Whether a tensor of `m`, or of a module in it, is offloaded or on the meta device: not in memory to compute with.
+    """Whether a tensor of a module, or of one in it, is offloaded or on meta: not in memory to compute with.
 
     True for each tier that overspill offloads to, where parameters show true shapes and a real device nevertheless.
+
+    Args:
+        m: The module.
     """
     return any(t.is_meta or tier_of(t) is not Tier.DEVICE for t in itertools.chain(m.parameters(), m.buffers()))

@@ -238,21 +238,65 @@ def _offloadable(module: nn.Module, with_buffers: bool) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """What an offload index says about `key`."""
+    """What an offload index says about `key`. Anybody may have written it: nothing in it is believed."""
 
     key: str
     about: Mapping[str, Any]
     folder: str | None
 
+    @classmethod
+    def of(cls, index: object, key: str, folder: str | None) -> "_Entry | None":
+        """None if the index has nothing about `key`."""
+        if not isinstance(index, Mapping):
+            raise CheckpointCorruptError(f"{_index_in(folder)} is not a table of tensors. Load the model again")
+        if key not in index:
+            return None
+        about = index[key]
+        if not isinstance(about, Mapping):
+            raise CheckpointCorruptError(
+                f"{_index_in(folder)} says {about!r} of {key}, which is not a table with its dtype and shape. "
+                "Load the model again"
+            )
+        return cls(key, about, folder)
+
     @property
     def dtype(self) -> torch.dtype:
         dtype = getattr(torch, str(self.about.get("dtype")), None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointCorruptError(
-                f"Accelerate's offload index gives {self.key} the dtype {self.about.get('dtype')!r}, which torch does "
-                "not have. Load the model again"
-            )
+            raise self._wrong("dtype", "which torch does not have")
         return dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.about.get("shape")
+        if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
+            raise self._wrong("shape", "which is not a list of sizes")
+        return tuple(shape)
+
+    @property
+    def safetensors_file(self) -> str | None:
+        """None: the tensor has a file of its own in the folder."""
+        file = self.about.get("safetensors_file")
+        if file is not None and not isinstance(file, str):
+            raise self._wrong("safetensors_file", "which is not a path")
+        return file
+
+    @property
+    def weight_name(self) -> str:
+        name = self.about.get("weight_name", self.key)
+        if not isinstance(name, str):
+            raise self._wrong("weight_name", "which is not a name")
+        return name
+
+    def _wrong(self, field: str, why: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(
+            f"{_index_in(self.folder)} gives {self.key} the {field} {self.about.get(field)!r}, {why}. "
+            "Load the model again"
+        )
+
+
+def _index_in(folder: str | None) -> str:
+    return "Accelerate's offload index" + ("" if folder is None else f" {Path(folder).absolute() / 'index.json'}")
 
 
 def _look_up(slot: _Slot) -> torch.Tensor | _Entry | None:
@@ -262,7 +306,7 @@ def _look_up(slot: _Slot) -> torch.Tensor | _Entry | None:
     key, values = slot.key, slot.hook.weights_map
     while isinstance(values, PrefixedDataset):
         key, values = f"{values.prefix}{key}", values.dataset
-    index: Mapping[str, Any] = {}
+    index: object = {}
     folder = None
     if isinstance(values, OffloadedWeightsLoader):
         index, folder, values = values.index, values.save_folder, values.state_dict
@@ -273,7 +317,7 @@ def _look_up(slot: _Slot) -> torch.Tensor | _Entry | None:
         )
     if key in values:
         return None if values[key].is_meta else values[key]
-    return _Entry(key, index[key], folder) if key in index else None
+    return _Entry.of(index, key, folder)
 
 
 class _Survey:
@@ -327,19 +371,18 @@ class _Survey:
         return Dispatched(name, "cpu" if waits_on_host else "device", values, (), values.dtype, shown.dtype, device)
 
     def _on_disk(self, place: Place, entry: _Entry, shown: torch.Tensor, name: str) -> Dispatched:
-        of_safetensors = entry.about.get("safetensors_file") is not None
-        stored, span = self._in_safetensors(entry) if of_safetensors else _in_own_file(entry)
+        file = entry.safetensors_file
+        stored, span = _in_own_file(entry) if file is None else self._in_safetensors(entry, file)
         _check_shape(name, stored.shape, shown, str(span.file.path))
-        cast = of_safetensors and "dtype" in entry.about
+        cast = file is not None and "dtype" in entry.about
         dtype = self._dtype_if_loaded(name, entry, stored.dtype, shown.dtype) if cast else shown.dtype
         device = self._devices.get(id(place.module), CPU)
         return Dispatched(name, "disk", None, (span,), stored.dtype, dtype, device)
 
-    def _in_safetensors(self, entry: _Entry) -> tuple[TensorSpec, FileSpan]:
-        file: str = entry.about["safetensors_file"]
+    def _in_safetensors(self, entry: _Entry, file: str) -> tuple[TensorSpec, FileSpan]:
         if file not in self._files:
             self._files[file] = open_checkpoint(file)
-        stored = self._files[file].get(entry.about.get("weight_name", entry.key))
+        stored = self._files[file].get(entry.weight_name)
         if stored is None:
             raise CheckpointMismatchError(
                 f"{file} does not hold {entry.key} any more, which Accelerate reads from there. Load the model again"
@@ -376,7 +419,7 @@ def _nearest(candidates: Iterable[Dispatched | None]) -> Dispatched | None:
 def _in_own_file(entry: _Entry) -> tuple[TensorSpec, FileSpan]:
     """A file that Accelerate wrote: the bare bytes, whose shape and dtype stand in the index."""
     path = Path(entry.folder or ".") / f"{entry.key}.dat"
-    spec = TensorSpec(tuple(entry.about["shape"]), entry.dtype)
+    spec = TensorSpec(entry.shape, entry.dtype)
     try:
         file = SourceFile.at(path)
     except FileNotFoundError as error:

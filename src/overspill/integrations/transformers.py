@@ -55,16 +55,22 @@ def cache_bytes(model: nn.Module, context: int, batch: int, dtype: torch.dtype |
     """What `batch` texts of `context` tokens leave in a model's cache: keys and values of each layer."""
     if context < 1 or batch < 1:
         raise PlanError(f"context={context} and batch={batch} must be at least 1")
-    if not is_transformers_model(model):
+    of_transformers: Any = model
+    if not is_transformers_model(model) or not remembers_tokens(of_transformers.config):
         raise PlanError(
             f"what {type(model).__name__} remembers of {context} tokens is not known here. Pass headroom instead"
         )
-    of_transformers: Any = model
     config = of_transformers.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     tokens = sum(_remembered(kind, config, context) for kind in kinds)
     kept_in: torch.dtype = dtype or of_transformers.dtype
     return tokens * batch * _width(config) * kept_in.itemsize
+
+
+def remembers_tokens(config: Any) -> bool:
+    """Whether a model keeps keys and values of each token. A recurrent one keeps a state of fixed size instead."""
+    text = config.get_text_config(decoder=True)
+    return all(isinstance(getattr(text, name, None), int) for name in ("num_attention_heads", "num_hidden_layers"))
 
 
 def _remembered(kind: str, config: Any, context: int) -> int:

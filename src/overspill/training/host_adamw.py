@@ -26,16 +26,32 @@ from overspill.training.early import EarlyNorms, EarlyUpdates, Group, UndoMemory
 class HostAdamW(torch.optim.AdamW):
     """torch's AdamW for parameters in host memory, which can update them while backward is still under way.
 
-        optimizer = HostAdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
-        with optimizer.overlap():
-            loss.backward()
-        optimizer.step()
-
     Bit for bit `torch.optim.AdamW(fused=True)`, or with `fused=False` what `torch.optim.AdamW()` does by itself, which
     takes several times as long on a CPU. State dicts are the same in both directions; as with torch's own, a group that
     is loaded brings along whether it is fused. Parameters on an accelerator, beside others in host memory, are updated
-    there by `step()`. `max_grad_norm` does in `step()` what `torch.nn.utils.clip_grad_norm_` would do before it;
-    `grad_norm` is then the norm that the last step found.
+    there by `step()`.
+
+    Args:
+        params: Parameters, or groups of them, as torch's optimizers take them.
+        lr: As in `torch.optim.AdamW`, and so are the next four.
+        betas: Of the running averages of gradients and their squares.
+        eps: Added to the denominator.
+        weight_decay: Decoupled from the gradient.
+        amsgrad: Keep the largest of the averages of squares.
+        maximize: Go up rather than down.
+        fused: Use torch's fused kernel.
+        max_grad_norm: Does in `step()` what `torch.nn.utils.clip_grad_norm_` would do before it. The attribute
+            `grad_norm` is then the norm that the last step found. None: no clipping.
+
+    Raises:
+        ValueError: A number that is out of range, as in torch.
+
+    Example:
+        optimizer = overspill.HostAdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
+        with optimizer.overlap():
+            model(torch.randn(8, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     _step_supports_amp_scaling = True  # a GradScaler tells us what it found, rather than edit gradients unseen
@@ -72,8 +88,13 @@ class HostAdamW(torch.optim.AdamW):
         whose norm nothing may change, each gradient's norm. Do not read parameters from here to `step()`; where the
         rest of backward reads one, as with `x * weight.detach()`, autograd raises. What `step()` finds changed
         (gradients, learning rates) is done again, and without a `step()` everything is taken back: by an exception in
-        here, `zero_grad()` or `state_dict()`. `undo=False` saves the memory and time for that, and raises instead.
-        Edits of gradients through `.data` go unnoticed.
+        here, `zero_grad()` or `state_dict()`. Edits of gradients through `.data` go unnoticed.
+
+        Args:
+            undo: Keep what it takes to take updates back. False saves that memory and time, and raises instead.
+
+        Raises:
+            StateError: No parameter is trained in host memory, or it was entered twice without a step.
         """
         if self.max_grad_norm is not None and not undo:
             raise StateError("overlap(undo=False) has no effect with max_grad_norm: nothing is updated before the norm")
@@ -100,7 +121,11 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, less those that are updated already."""
+        """Update every parameter that has a gradient, less those that are updated already.
+
+        Args:
+            closure: Computes the loss anew, as in torch. Its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -20,7 +20,11 @@ from overspill.tensors import TensorSpec
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a parameter of `module` itself is offloaded. Those of its submodules do not count."""
+    """Whether a parameter of a module itself is offloaded. Those of its submodules do not count.
+
+    Args:
+        module: In a model that is offloaded, or not.
+    """
     hook = module.__dict__.get("_hf_hook")  # of one that Accelerate has dispatched, its hook says so
     own = (parameter for parameter in module._parameters.values() if parameter is not None)
     return bool(getattr(hook, "offload", False)) or any(tier_of(parameter) is not Tier.DEVICE for parameter in own)
@@ -28,9 +32,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: torch.device | str | int | None = None) -> Iterator[None]:
-    """Within, the parameters of `module` itself are ordinary ones on `execution_device`. What is written there is kept.
+    """Within, the parameters of a module itself are ordinary ones on a device. What is written there is kept.
 
-    Without a device: where an offloaded module computes; nothing happens to one that is not.
+    Args:
+        module: Whose own parameters; those of its submodules stay as they are.
+        execution_device: Where they are. None: where an offloaded module computes; nothing happens to one that is not.
     """
     if "_hf_hook" in module.__dict__ and is_dispatched(module):
         raise StateError(

@@ -67,10 +67,26 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Fill `model` from `checkpoint`, each tensor where `device_map` says, from where it runs without further ado.
+    """Fill a model from a checkpoint, each tensor where the map says, from where it runs without further ado.
 
-    Without a map, tensors are loaded where the model has them, or in host memory if it has none; parameters that it has
-    stay the objects that they are.
+    Args:
+        model: Any module, mostly a skeleton.
+        checkpoint: A safetensors file, a folder, an index.json, or a `.bin` file (no code in it is run).
+        device_map: Dotted paths to an index, a device, "cpu" or "disk". None: tensors are loaded where the model has
+            them, or in host memory if it has none; parameters that it has stay the objects that they are.
+        offload_folder: For what must be converted, and nothing else. None: a temporary folder.
+        dtype: Cast floating-point weights to this.
+        offload_state_dict: Changes nothing: a load never holds a state dict.
+        offload_buffers: Changes nothing: large buffers go with their modules, small ones are where they compute.
+        keep_in_fp32_modules: Names of modules that keep float32 whatever `dtype` says.
+        offload_8bit_bnb: Refused: load a checkpoint that is quantized.
+        strict: Every key of the checkpoint must be in the model. The other way round it must be in any case.
+        full_state_dict: Must be True: each process reads a whole checkpoint.
+        broadcast_from_rank0: Must be False, for the same reason.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged, unsafe or another model's.
+        PlanError: A map that leaves something out, or an argument that is refused.
     """
     _refuse_distributed(full_state_dict, broadcast_from_rank0)
     if offload_8bit_bnb:
@@ -101,9 +117,29 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Fill `model` from `checkpoint` and make it run from wherever its weights are. Returns `model`.
+    """Fill a model from a checkpoint and make it run from wherever its weights are. Returns `model`.
 
-    `max_memory` is for a `device_map` that is to be found: a dict says it all. Without a map it is only loaded.
+    Args:
+        model: Any module, mostly a skeleton.
+        checkpoint: A safetensors file, a folder, an index.json, or a `.bin` file (no code in it is run).
+        device_map: "auto" and its like, or dotted paths to an index, a device, "cpu" or "disk". None: load only.
+        max_memory: Within which a map is found. It changes nothing beside one that is given.
+        no_split_module_classes: Class names of blocks that stay whole. None: found by themselves.
+        offload_folder: For what must be converted, and nothing else. None: a temporary folder.
+        offload_buffers: Changes nothing: large buffers go with their modules, small ones are where they compute.
+        dtype: Cast floating-point weights to this.
+        offload_state_dict: Changes nothing: a load never holds a state dict.
+        skip_keys: Arguments of the model's call that are not moved to where it computes.
+        preload_module_classes: One unit each.
+        force_hooks: With all of the model on one device too, inputs are brought there and outputs back.
+        strict: Every key of the checkpoint must be in the model. The other way round it must be in any case.
+        full_state_dict: Must be True: each process reads a whole checkpoint.
+        broadcast_from_rank0: Must be False, for the same reason.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged, unsafe or another model's.
+        PlanError: A map that leaves something out, or an argument that is refused.
+        BudgetError: A size that cannot be read, or a budget that not even one block fits in.
     """
     _refuse_distributed(full_state_dict, broadcast_from_rank0)
     cast = as_cast(dtype)
@@ -166,10 +202,26 @@ def dispatch_model(
     preload_module_classes: Names = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put each part of `model` where `device_map` says, and make it run from there. Returns `model`.
+    """Put each part of a model where the map says, and make it run from there. Returns `model`.
 
-    A model that is dispatched already, here or by Accelerate, is rearranged. `state_dict` holds values to take in place
-    of those in the model. Without an `offload_dir` what goes to disk is in a temporary folder that ends with the model.
+    A model that is dispatched already, here or by Accelerate, is rearranged.
+
+    Args:
+        model: In memory, or dispatched.
+        device_map: Dotted paths to an index, a device, "cpu" or "disk". "" is all the rest.
+        main_device: Where what rests on "cpu" and "disk" computes. None: on the first accelerator in the map.
+        state_dict: Values to take in place of those in the model.
+        offload_dir: For what goes to disk. None: a temporary folder that ends with the model.
+        offload_index: Refused: load the checkpoint itself, which is read where it lies.
+        offload_buffers: Changes nothing: large buffers go with their modules, small ones are where they compute.
+        skip_keys: Arguments of the model's call that are not moved to where it computes.
+        preload_module_classes: One unit each.
+        force_hooks: With all of the model on one device too, inputs are brought there and outputs back.
+
+    Raises:
+        PlanError: A map that leaves something out, or an argument that is refused.
+        StateError: A part of the model has no values.
+        OffloadFolderError: The folder is another model's or another user's, or cannot be written.
     """
     if offload_index is not None:
         raise PlanError(
@@ -279,9 +331,17 @@ def cpu_offload(
     state_dict: StateDict | None = None,
     preload_module_classes: Names = None,
 ) -> nn.Module:
-    """Move `model` to host memory, and stream it from there to `execution_device` when it runs. Returns `model`.
+    """Move a model to host memory, and stream it from there when it runs. Returns `model`.
 
-    `preload_module_classes` changes nothing: weights that are used without a call of their module are read in place.
+    Args:
+        model: In memory, or dispatched.
+        execution_device: Where it computes. None: where it does now.
+        offload_buffers: Changes nothing: large buffers go with their modules, small ones are where they compute.
+        state_dict: Values to take in place of those in the model.
+        preload_module_classes: Changes nothing: weights that are used without a call of their module are read in place.
+
+    Raises:
+        StateError: A part of the model has no values.
     """
     _take(model, state_dict)
     device = _execution_device(model, execution_device)
@@ -300,9 +360,18 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Names = None,
 ) -> nn.Module:
-    """Move `model` to `offload_dir`, and stream it from there to `execution_device` when it runs. Returns `model`.
+    """Move a model to a folder, and stream it from there when it runs. Returns `model`.
 
-    What lies in the folder already is neither read nor overwritten. `preload_module_classes` changes nothing.
+    Args:
+        model: In memory, or dispatched.
+        offload_dir: What lies there already is neither read nor overwritten.
+        execution_device: Where it computes. None: where it does now.
+        offload_buffers: Changes nothing: large buffers go with their modules, small ones are where they compute.
+        preload_module_classes: Changes nothing: weights that are used without a call of their module are read in place.
+
+    Raises:
+        OffloadFolderError: The folder is another model's or another user's, or cannot be written.
+        StateError: A part of the model has no values.
     """
     device = _execution_device(model, execution_device)
     offload(model, to="disk", folder=offload_dir, device=device, min_bytes=0)
@@ -326,9 +395,12 @@ def _execution_device(model: nn.Module, given: torch.device | str | int | None) 
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Make `module` an ordinary one, with all of its weights and edits in memory: see `overspill.restore`.
+    """Make a module an ordinary one, with all of its weights and edits in memory: see `overspill.restore`.
 
-    Nothing happens to one that is ordinary. If there is not enough memory, it raises and the module stays as it is.
+    If there is not enough memory, it raises and the module stays as it is.
+
+    Args:
+        module: Offloaded or dispatched, here or by Accelerate. Nothing happens to an ordinary one.
     """
     remove_hooks(module)
     if is_dispatched(module) or managers_of(module):

@@ -15,14 +15,23 @@ _YES = {"1", "on", "t", "true", "y", "yes"}
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules whose parameters are on the meta device, and their buffers too with `include_buffers`."""
+    """Build modules whose parameters are on the meta device, and take no memory.
+
+    Args:
+        include_buffers: Buffers too. None: what the environment variable ACCELERATE_INIT_INCLUDE_BUFFERS says, else no.
+    """
     with empty_weights(_with_buffers(include_buffers)):
         yield
 
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Build modules whose parameters are on `device`, and their buffers too with `include_buffers`."""
+    """Build modules whose parameters are on a device from the start.
+
+    Args:
+        device: Where they are.
+        include_buffers: Buffers too. None: what the environment variable ACCELERATE_INIT_INCLUDE_BUFFERS says, else no.
+    """
     if device in ("meta", torch.device("meta")):
         with empty_weights(_with_buffers(include_buffers)):
             yield

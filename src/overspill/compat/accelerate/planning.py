@@ -36,7 +36,14 @@ _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> Memory:
-    """`max_memory` in bytes, accelerators first; without one, what is free. What is passed in stays as it is."""
+    """Memory in bytes by device, accelerators first. What is passed in stays as it is.
+
+    Args:
+        max_memory: Sizes such as "10GiB" by index, "cpu" or "disk". None: what is free, less headroom.
+
+    Raises:
+        BudgetError: A size that cannot be read.
+    """
     if max_memory is None:
         return {**{device.index: free_memory(device) for device in accelerators()}, "cpu": free_memory(CPU)}
     memory: Memory = {}
@@ -64,9 +71,18 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
     low_zero: bool = False,
 ) -> Memory:
-    """A `max_memory` with which `model` is spread evenly over the accelerators, if all of it fits on them.
+    """A `max_memory` with which a model is spread evenly over the accelerators, if all of it fits on them.
 
-    With `low_zero` the first one gets what does not fit on the others, and no more.
+    Args:
+        model: Any module; a skeleton will do.
+        max_memory: At most this on each device. None: what is free.
+        no_split_module_classes: Class names of blocks that stay whole. None: found by themselves.
+        dtype: Count weights as if they were cast to this.
+        special_dtypes: Dtypes of single tensors, by name.
+        low_zero: The first accelerator gets what does not fit on the others, and no more.
+
+    Raises:
+        BudgetError: A size that cannot be read.
     """
     memory = _free() if max_memory is None else get_max_memory(max_memory)
     return _Sizes(model, no_split_module_classes, dtype, special_dtypes).balanced(memory, low_zero)
@@ -157,10 +173,24 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, int | str]:
-    """Where each module of `model` goes: accelerators first, then host memory, then disk.
+    """Where each module of a model goes: accelerators first, then host memory, then disk.
 
-    Two arguments change nothing. `offload_buffers`: large buffers always go with their modules, small ones are always
-    where they compute. `fallback_allocation`: an accelerator is never left empty while something fits on it.
+    Args:
+        model: Any module; a skeleton will do.
+        max_memory: Sizes such as "10GiB" by index, "cpu" or "disk". None: what is free, less headroom.
+        no_split_module_classes: Class names of blocks that stay whole. None: found by themselves.
+        dtype: Count weights as if they were cast to this.
+        special_dtypes: Dtypes of single tensors, by name.
+        verbose: Print the plan, too.
+        clean_result: Give one entry for modules that go to the same place together.
+        offload_buffers: Changes nothing: large buffers go with their modules, small ones are where they compute.
+        fallback_allocation: Changes nothing: an accelerator is never left empty while something fits on it.
+
+    Returns:
+        Dotted paths to an index, "cpu" or "disk", for `dispatch_model` and `load_checkpoint_and_dispatch`.
+
+    Raises:
+        BudgetError: A size that cannot be read, or a budget that not even one block fits in.
     """
     memory = _free() if max_memory is None else get_max_memory(max_memory)
     plan = _Sizes(model, no_split_module_classes, dtype, special_dtypes).plan(memory)

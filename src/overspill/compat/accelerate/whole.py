@@ -32,11 +32,18 @@ def cpu_offload_with_hook(
     execution_device: torch.device | str | int | None = None,
     prev_module_hook: "UserCpuOffloadHook | None" = None,
 ) -> "tuple[nn.Module, UserCpuOffloadHook]":
-    """Keep `model` in host memory until it is called; then it comes whole, and stays until its hook's `offload`.
+    """Keep a model in host memory until it is called; then it comes whole, and stays until its hook's `offload`.
 
     Args:
+        model: In memory, or dispatched.
         execution_device: Where to. None: the first accelerator, else the CPU.
         prev_module_hook: Of the model that runs before this one: it goes when this one is called.
+
+    Returns:
+        The model, and its hook: `hook.offload()` takes it away, `hook.remove()` leaves it an ordinary one.
+
+    Raises:
+        StateError: A part of the model has no values.
     """
     return model, UserCpuOffloadHook(model, compute_device(execution_device), prev_module_hook)
 
