@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overspill.checkpoint import open_checkpoint
+from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.publishing import INDEX, WHOLE, publish
 from overspill.checkpoint.writer import FileLayout, SafetensorsWriter, lay_out
 from overspill.devices import buffer_of
@@ -274,7 +275,7 @@ def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(
     error: BaseException, failing: str, files: int, tmp_path: Path
 ) -> None:
     put(tmp_path, tensors(), 2)
-    before = {path: path.stat() for path in tmp_path.iterdir()}
+    before = {SourceFile.at(path) for path in tmp_path.iterdir()}
     values = tensors(2.0)
 
     def fill(writer: SafetensorsWriter, name: str) -> None:
@@ -288,7 +289,7 @@ def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(
         assert str(tmp_path) in str(raised.value)
         assert "full" in str(raised.value)
         assert "The checkpoint that was there is whole" in str(raised.value)
-    assert {path: path.stat() for path in tmp_path.iterdir()} == before
+    assert {SourceFile.at(path) for path in tmp_path.iterdir()} == before
     put(tmp_path, values, files)
     assert_holds(tmp_path, values)
 
