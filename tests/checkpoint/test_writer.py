@@ -213,6 +213,41 @@ def test_a_write_that_does_only_a_part_is_continued(path: Path) -> None:
     assert path.read_bytes() == b"hello, world\1\0\2\0\3\0"
 
 
+@pytest.mark.parametrize("refused_from", [0, 3, 100])
+def test_the_disk_is_told_to_write_each_byte_once_however_it_came(
+    refused_from: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(64)
+    (tmp_path / "source").write_bytes(content)
+    told: list[tuple[int, int]] = []
+    copied = 0
+    copy_file_range = os.copy_file_range
+
+    def refusing(source: int, target: int, nbytes: int, offset: int) -> int:
+        nonlocal copied
+        copied += 1
+        if copied > refused_from:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return copy_file_range(source, target, min(nbytes, 4), offset)
+
+    monkeypatch.setattr(writer, "_BEHIND", 16)
+    monkeypatch.setattr(writer, "start_writing", lambda descriptor, offset, nbytes: told.append((offset, nbytes)))
+    monkeypatch.setattr(os, "copy_file_range", refusing)
+    layout = lay_out([(name, TensorSpec((length,), torch.uint8)) for name, length in [("a", 15), ("b", 49), ("c", 15)]])
+    with (tmp_path / "source").open("rb") as source, SafetensorsWriter(path, layout) as file:
+        file.write("a", [memoryview(content[at : at + 5]) for at in range(0, 15, 5)])
+        assert told == [], "each call has its price"
+        file.copy("b", [(source.fileno(), 15, 20), (source.fileno(), 35, 29)])
+        file.write("c", [memoryview(content[:15])])
+    assert path.read_bytes()[len(layout.header) :] == content + content[:15]
+    reached = len(layout.header)
+    for offset, nbytes in told:
+        assert offset == reached
+        assert nbytes >= 16
+        reached += nbytes
+    assert layout.nbytes - reached < 16
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
