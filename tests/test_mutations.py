@@ -18,7 +18,7 @@ SOURCE = textwrap.dedent(
             if size is None or not self.room:
                 return
             self.room -= size
-            "–", self.note(max(size, 2))
+            "–", self.note(max(size, 2), *zip(self, self, strict=True))
             if self.room < 0:
                 raise ValueError(f"{size - 1} too many" + "!")
             return self.room
@@ -35,7 +35,7 @@ def test_each_change_is_made_where_it_says() -> None:
         ("return", "pass"),
         ("self.room -= size", "pass"),
         ("self.room -= size", "self.room += size"),
-        ('"–", self.note(max(size, 2))', "pass"),
+        ('"–", self.note(max(size, 2), *zip(self, self, strict=True))', "pass"),
         ("max(size, 2)", "(min(size, 2))"),
         ("2", "(3)"),
         ("2", "(1)"),

@@ -239,6 +239,22 @@ def test_blocks_that_do_not_fit_are_cut_into_their_children(no_gpu):
     assert plan.bytes_on(GPU) <= block - 1
 
 
+def test_blocks_that_do_fit_stay_whole_where_others_are_cut(no_gpu):
+    with torch.device("meta"):
+        model = nn.Sequential(Block(64), Block(8), Block(8))
+    large = cutter(model)(None).units[0].nbytes
+    plan = make_plan(model, {0: large - 1, "cpu": "1GiB"}, device="cuda:0")
+    assert {"0.up", "0.down", "1", "2"} <= {placement.unit.name for placement in plan.placements}
+
+
+def test_where_a_block_is_cut_all_the_room_is_window():
+    coarse, fine = whole(*blocks(8, nbytes=12 * 1024)), whole(*blocks(96))
+    budget = Budget(device=GPU, capacity={GPU: 11 * 1024, CPU: 10**6})
+    plan = plan_within(budget, lambda limit: coarse if limit is None else fine, rates=Rates.assumed(GPU))
+    assert plan.window == 11 * 1024
+    assert on(plan, Tier.DEVICE) == []
+
+
 def test_a_window_smaller_than_a_block_cuts_it(no_gpu):
     model = model_of_blocks()
     block = cutter(model)(None).units[0].nbytes
@@ -268,10 +284,18 @@ def test_a_budget_below_what_stays_is_an_error():
 # Several accelerators.
 
 
-def test_what_fits_on_several_devices_is_on_each_in_one_range():
-    plan = planned(whole(*blocks(8)), 5 * 1024, second=3 * 1024)
-    assert [placement.device for placement in plan.placements] == [GPU] * 5 + [SECOND] * 3
+@pytest.mark.parametrize("on_the_first", [3, 5])
+def test_what_fits_on_several_devices_is_on_each_in_one_range(on_the_first):
+    plan = planned(whole(*blocks(8)), on_the_first * 1024, second=(8 - on_the_first) * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * on_the_first + [SECOND] * (8 - on_the_first)
     assert plan.streamed_bytes == 0
+
+
+def test_each_device_has_room_for_what_stays_with_the_units():
+    plan = planned(whole(*blocks(8), stays=512), 5 * 1024 + 512, second=3 * 1024 + 512)
+    assert [placement.device for placement in plan.placements] == [GPU] * 5 + [SECOND] * 3
+    plan = planned(whole(*blocks(8), stays=512), 5 * 1024 + 512, cpu=10**6, second=3 * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * 6 + [SECOND] * 2
 
 
 def test_what_does_not_fit_on_several_devices_is_streamed_through_the_first():
@@ -288,6 +312,13 @@ def test_units_that_one_module_needs_are_on_one_device():
     plan = planned(whole(shared, *blocks(8)), 8 * 1024, second=8 * 1024)
     where = {placement.unit.name: placement.device for placement in plan.placements}
     assert where["shared"] == where["blocks.0"] == where["blocks.7"] == GPU
+
+
+def test_a_unit_that_only_one_of_its_modules_shares_does_not_leave_it_either():
+    shared = unit("shared", 1024, roots=("shared", "blocks.0"))
+    plan = planned(whole(*blocks(7), shared), 5 * 1024, second=3 * 1024)
+    where = {placement.unit.name: placement.device for placement in plan.placements}
+    assert where["shared"] == where["blocks.0"] == GPU
 
 
 # What the user writes.
@@ -339,6 +370,21 @@ def test_given_headroom_is_taken_off_a_given_budget(two_gpus):
     budget = read_budget({0: "10GiB", "cpu": "8GiB"}, headroom="2GiB")
     assert budget.capacity == {GPU: 8 * GIB, CPU: 8 * GIB}
     assert budget.headroom == {GPU: 2 * GIB}
+
+
+def test_a_cache_is_kept_free_beside_the_headroom(two_gpus):
+    budget = read_budget({0: "10GiB", 1: "7GiB", "cpu": "8GiB"}, headroom="2GiB", cache=3 * GIB)
+    assert budget.capacity == {GPU: 5 * GIB, SECOND: 2 * GIB, CPU: 8 * GIB}
+    assert budget.headroom == {GPU: 5 * GIB, SECOND: 5 * GIB}
+    assert read_budget({0: "10GiB"}, cache=3 * GIB).capacity[GPU] == 7 * GIB
+    with pytest.raises(BudgetError, match=r"headroom of 5\.00 GiB, with that for the cache, leaves nothing"):
+        read_budget({0: "5GiB"}, headroom="2GiB", cache=3 * GIB)
+
+
+def test_without_a_budget_a_cache_is_kept_free_wherever_the_model_computes(two_gpus):
+    budget = read_budget(cache=3 * GIB)
+    assert budget.capacity == {GPU: 29 * GIB, SECOND: 29 * GIB, CPU: 100 * GIB - 128 * GIB // 10}
+    assert budget.headroom == {GPU: 11 * GIB, SECOND: 11 * GIB, CPU: 128 * GIB // 10}
 
 
 def test_where_the_cpu_computes_headroom_is_taken_off_its_budget(no_gpu):

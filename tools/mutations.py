@@ -91,8 +91,10 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """All but what no test could or should notice: types, decorators, assertions, and the words of errors."""
+    """All but what no test could or should notice: types, decorators, assertions of any kind, the words of errors."""
     if isinstance(node, ast.Assert | ast.JoinedStr | ast.Raise):
+        return
+    if isinstance(node, ast.keyword) and node.arg == "strict":  # zip's
         return
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "keywords") and not isinstance(node, ast.Call):
