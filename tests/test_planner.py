@@ -291,6 +291,21 @@ def test_what_fits_on_several_devices_is_on_each_in_one_range(on_the_first):
     assert plan.streamed_bytes == 0
 
 
+def test_the_first_device_is_filled_before_the_next():
+    plan = planned(whole(*blocks(8)), 6 * 1024, second=6 * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * 6 + [SECOND] * 2
+
+
+def test_the_first_device_keeps_room_for_what_cannot_leave_it():
+    shared = unit("shared", 1024, roots=("blocks.0", "blocks.7"))
+    plan = planned(whole(shared, *blocks(8)), 5 * 1024, second=6 * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * 4 + [SECOND] * 4 + [GPU]
+    assert plan.windows == {}
+    plan = planned(whole(shared, *blocks(8)), 3 * 1024 - 1, cpu=10**6, second=6 * 1024)
+    assert plan.windows != {}
+    assert plan.bytes_on(GPU) < 3 * 1024
+
+
 def test_each_device_has_room_for_what_stays_with_the_units():
     plan = planned(whole(*blocks(8), stays=512), 5 * 1024 + 512, second=3 * 1024 + 512)
     assert [placement.device for placement in plan.placements] == [GPU] * 5 + [SECOND] * 3

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +85,7 @@ class Mutating:
         items = {item.nodeid: item for item in session.items}
         for mutant in self._mutants:
             tests = baseline.tests_for(mutant)
-            timeout = 20 + 5 * sum(baseline.seconds[test] for test in tests)
-            if self._survives(mutant, session, [items[test] for test in tests], timeout):
+            if self._survives(mutant, session, [items[test] for test in tests], baseline.seconds):
                 self.survived += 1
                 self._survivors.write(f"{self._source.name}:{mutant.line}: {mutant}\n")
         return True
@@ -107,11 +106,13 @@ class Mutating:
             noted.write_text(repr((seconds, watch.get_data().contexts_by_lineno(str(self._source)))))
             return session.testsfailed == 0
 
-        if in_a_child(work, timeout=1800) is not True:
+        if in_a_child(work) is not True:
             raise pytest.UsageError(f"the tests of {self._source.name} fail as it is")
         return Baseline(*ast.literal_eval(noted.read_text()))
 
-    def _survives(self, mutant: Mutant, session: pytest.Session, items: list[pytest.Item], timeout: float) -> bool:
+    def _survives(
+        self, mutant: Mutant, session: pytest.Session, items: list[pytest.Item], usual: Mapping[str, float]
+    ) -> bool:
         original = self._source.read_text()
         mutated = mutant.apply(original)
         changed = dict(code_by_name(compile(mutated, str(self._source), "exec")))[mutant.function]
@@ -119,12 +120,12 @@ class Mutating:
         def work() -> bool:
             for function in self._functions[mutant.function]:
                 function.__code__ = changed
-            run(items, session)
+            run(items, session, usual)
             return session.testsfailed == 0
 
         self._source.write_text(mutated)  # for processes that the tests start
         try:
-            return in_a_child(work, timeout) is True
+            return in_a_child(work) is True
         finally:
             self._source.write_text(original)
 
@@ -137,16 +138,18 @@ def code_by_name(code: CodeType) -> Iterator[tuple[str, CodeType]]:
             yield from code_by_name(constant)
 
 
-def run(items: list[pytest.Item], session: pytest.Session) -> None:
-    """Run tests up to the first that fails."""
+def run(items: list[pytest.Item], session: pytest.Session, usual: Mapping[str, float] | None = None) -> None:
+    """Run tests up to the first that fails. One that takes much longer than it did ends the process."""
     for item, following in zip(items, [*items[1:], None], strict=True):
+        if usual is not None:
+            signal.setitimer(signal.ITIMER_REAL, 5 + 10 * usual[item.nodeid])
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.testsfailed:
             return
 
 
-def in_a_child(work: Callable[[], bool], timeout: float) -> bool | None:
-    """What `work` returns in a forked process; None if it took longer than `timeout`, or ended otherwise."""
+def in_a_child(work: Callable[[], bool]) -> bool | None:
+    """What `work` returns in a forked process; None if that ended otherwise."""
     child = os.fork()
     if child == 0:
         status = 2
@@ -156,14 +159,9 @@ def in_a_child(work: Callable[[], bool], timeout: float) -> bool | None:
             status = 0 if work() else 1
         finally:
             os._exit(status)
-    deadline = time.monotonic() + timeout
     try:
-        while time.monotonic() < deadline:
-            ended, how = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return {0: True, 1: False}.get(os.waitstatus_to_exitcode(how))
-            time.sleep(0.01)
-        return None
+        _, how = os.waitpid(child, 0)
+        return {0: True, 1: False}.get(os.waitstatus_to_exitcode(how))
     finally:  # also on an interrupt, and for processes that a test left behind
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -201,7 +199,7 @@ def examine(argument: str, sample: int | None) -> bool:
             survivors.write(f"{name}: {count} mutants, {len(mutants)} run, {plugin.survived} survived\n")
             return status == 0
 
-        done = in_a_child(session, timeout=24 * 3600)
+        done = in_a_child(session)
         if not done:
             sys.stderr.write(f"{name}: could not be examined\n{log.read_text()[-5000:]}\n")
         return bool(done)
