@@ -154,11 +154,12 @@ def test_large_units_are_resident_so_that_the_window_stays_small():
     assert plan.window == 3 * 1024
 
 
-def test_large_units_are_resident_even_beside_a_window_two_units_deep():
+@pytest.mark.parametrize("spare", [0, 256])
+def test_large_units_are_resident_even_beside_a_window_two_units_deep(spare):
     found = whole(unit("embed", 10_240), *blocks(16), unit("head", 10_240))
-    plan = planned(found, 2 * 10_240 + 2 * 1024 + 256, cpu=10**6)
+    plan = planned(found, 2 * 10_240 + 2 * 1024 + spare, cpu=10**6)
     assert on(plan, Tier.DEVICE) == ["embed", "head"]
-    assert plan.window == 2 * 1024 + 256
+    assert plan.window == 2 * 1024 + spare
 
 
 def test_large_units_are_streamed_where_they_cannot_be_resident():
@@ -201,10 +202,11 @@ def test_where_the_cpu_computes_units_are_resident_or_on_disk():
 # A given window.
 
 
-def test_a_given_window_is_kept_and_the_rest_is_resident():
-    plan = planned(whole(*blocks(8)), 6 * 1024, cpu=10**6, window=1024)
+@pytest.mark.parametrize("device", [0, 6 * 1024])
+def test_a_given_window_is_kept_and_the_rest_is_resident(device):
+    plan = planned(whole(*blocks(8)), device, window=1024)
     assert plan.window == 1024
-    assert len(on(plan, Tier.DEVICE)) == 5
+    assert len(on(plan, Tier.DEVICE)) == max(0, device - 1024) // 1024
 
 
 def test_what_is_too_large_for_a_given_window_is_resident():
@@ -278,7 +280,7 @@ def test_a_budget_that_is_too_small_says_by_how_much_and_what_would_fit(no_gpu):
 
 def test_a_budget_below_what_stays_is_an_error():
     with pytest.raises(BudgetError, match="Give cuda:0 512 bytes"):
-        planned(whole(stays=512), 256)
+        planned(whole(stays=512), 511)
 
 
 # Several accelerators.
