@@ -162,6 +162,12 @@ def test_large_units_are_resident_even_beside_a_window_two_units_deep(spare):
     assert plan.window == 2 * 1024 + spare
 
 
+def test_large_units_are_not_resident_beside_a_window_less_than_two_units_deep():
+    found = whole(unit("embed", 10_240), *blocks(16), unit("head", 10_240))
+    plan = planned(found, 2 * 10_240 + 2 * 1024 - 256, cpu=10**6)
+    assert on(plan, Tier.DEVICE) == []
+
+
 def test_large_units_are_streamed_where_they_cannot_be_resident():
     found = whole(unit("embed", 10_240), *blocks(16), unit("head", 10_240))
     plan = planned(found, 10_240, cpu=10**6)
@@ -173,6 +179,13 @@ def test_a_tensor_that_is_read_in_place_is_resident_first():
     table = unit("table", 1024, roots=())
     plan = planned(whole(*blocks(16), table), 4 * 1024, cpu=10**6)
     assert on(plan, Tier.DEVICE) == ["table"]
+
+
+def test_a_window_for_two_units_comes_before_what_is_read_in_place():
+    table = unit("table", 256, roots=())
+    plan = planned(whole(*blocks(16), table), 2 * 1024 - 256, cpu=10**6)
+    assert on(plan, Tier.DEVICE) == []
+    assert plan.window == 2 * 1024 - 256
 
 
 def test_the_window_holds_all_that_one_module_needs():
@@ -213,6 +226,22 @@ def test_what_is_too_large_for_a_given_window_is_resident():
     plan = planned(whole(*blocks(8), unit("head", 4096)), 6 * 1024, cpu=10**6, window=1024)
     assert "head" in on(plan, Tier.DEVICE)
     assert plan.window == 1024
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        [unit("table", 1536, roots=())],
+        [unit("left", 768, roots=("both", "alone")), unit("right", 768, roots=("both", "other"))],
+    ],
+    ids=["read in place", "needed at once"],
+)
+def test_what_a_given_window_cannot_take_is_resident_to_the_byte(large):
+    plan = planned(whole(*blocks(8), *large), 1024 + 1536, window=1024)
+    assert on(plan, Tier.DEVICE) == [unit.name for unit in large]
+    assert plan.window == 1024
+    with pytest.raises(BudgetError):
+        planned(whole(*blocks(8), *large), 1024 + 1535, window=1024)
 
 
 def test_a_given_window_that_nothing_fits_says_how_much_would():
