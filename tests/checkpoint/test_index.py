@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from overspill.checkpoint import SourceFile, StoredTensor, open_checkpoint
+from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.safetensors_header import DTYPES
 from overspill.errors import CheckpointChangedError
 from overspill.tensors import TensorSpec
@@ -98,6 +99,26 @@ def test_five_thousand_tensors_are_indexed_in_a_blink(tmp_path: Path) -> None:
     index = open_checkpoint(tmp_path)
     assert time.perf_counter() - start < 2  # 0.03 s where it was written; this only catches what grows as n²
     assert len(index) == 5000
+
+
+def test_a_tensor_is_one_span_of_its_file_and_an_empty_one_is_none(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(0), "c": torch.ones(5)}, tmp_path / "model.safetensors")
+    found = open_checkpoint(tmp_path)
+    for name, nbytes in {"a": 12, "c": 20}.items():
+        assert found[name].spans == (FileSpan(found[name].file, found[name].offset, nbytes),)
+        assert found[name].files == (SourceFile.at(tmp_path / "model.safetensors"),)
+    assert found["b"].spans == ()
+    [span] = found["c"].spans
+    assert span.part(4, 12) == FileSpan(span.file, span.offset + 4, 8)
+
+
+def test_the_folder_of_a_checkpoint_is_that_of_its_files(sharded: Path) -> None:
+    for path in (sharded, sharded / "model.safetensors.index.json", sharded / "model-00001-of-00002.safetensors"):
+        assert open_checkpoint(path).folder == sharded
+    assert repr(open_checkpoint(sharded)) == f"CheckpointIndex({str(sharded)!r}, 2 tensors in 2 files)"
+    (sharded / "empty").mkdir()
+    save_file({}, sharded / "empty" / "model.safetensors")
+    assert open_checkpoint(sharded / "empty").folder == sharded / "empty"
 
 
 def test_the_index_is_a_mapping_that_knows_its_files(sharded: Path) -> None:
