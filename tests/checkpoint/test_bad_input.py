@@ -75,6 +75,17 @@ def test_a_folder_where_several_files_may_be_meant_names_them(tmp_path: Path, na
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("count", [8, 9, 12])
+def test_a_long_list_of_names_is_cut(tmp_path: Path, count: int) -> None:
+    names = [f"{number:02}.pt" for number in range(count)]
+    for name in names:
+        (tmp_path / name).touch()
+    listed = ", ".join(map(repr, names[:8])) + (f" and {count - 8} more" if count > 8 else "")
+    with pytest.raises(CheckpointNotFoundError) as error:
+        open_checkpoint(tmp_path)
+    assert f"holds {listed}, and any may be meant" in str(error.value)
+
+
 def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(CheckpointNotFoundError, match=r"model\.gguf is not a checkpoint by its name"):

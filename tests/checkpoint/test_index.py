@@ -14,7 +14,7 @@ from torch import nn
 from overspill.checkpoint import SourceFile, StoredTensor, open_checkpoint
 from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.safetensors_header import DTYPES
-from overspill.errors import CheckpointChangedError
+from overspill.errors import CheckpointChangedError, CheckpointCorruptError
 from overspill.tensors import TensorSpec
 
 
@@ -170,6 +170,22 @@ def test_safetensors_without_an_index_are_read_together(sharded: Path) -> None:
 
 def test_an_index_is_a_path_too(sharded: Path) -> None:
     assert dict(open_checkpoint(sharded / "model.safetensors.index.json")) == dict(open_checkpoint(str(sharded)))
+
+
+@pytest.mark.parametrize("name", ["index.json", "mine.index.json"])
+def test_an_index_that_was_written_by_hand_may_be_the_map_alone(sharded: Path, name: str) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    (sharded / "parts").mkdir()
+    for number in (1, 2):
+        (sharded / f"model-0000{number}-of-00002.safetensors").rename(sharded / "parts" / f"{number}.safetensors")
+    (sharded / name).write_text(json.dumps({"a": "parts/1.safetensors", "b": "parts/2.safetensors"}))
+    assert list(open_checkpoint(sharded)) == ["a", "b"]
+    (sharded / name).write_text(json.dumps({"a": "parts/1.safetensors", "b": 2}))
+    with pytest.raises(CheckpointCorruptError, match="maps tensor 'b' to 2, not to a file"):
+        open_checkpoint(sharded)
+    (sharded / name).write_text(json.dumps({"a": 1, "weight_map": "parts/1.safetensors"}))
+    with pytest.raises(CheckpointCorruptError, match='has no "weight_map" that maps tensors to files'):
+        open_checkpoint(sharded)
 
 
 def test_the_weight_map_says_which_of_two_tensors_counts(sharded: Path) -> None:
