@@ -17,7 +17,7 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint unit-test gpu-test soak format install clean
+.PHONY: help demo docs test lint unit-test gpu-test soak coverage mutants format install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,7 +34,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --no-warn-unused-configs src
-	$(BIN)/mypy --cache-dir .mypy_cache/tests $(TESTS_ARE_LOOSE) tests
+	$(BIN)/mypy --cache-dir .mypy_cache/tests $(TESTS_ARE_LOOSE) tests tools
 	$(BIN)/lint-imports --no-logo
 
 unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for some of them
@@ -48,6 +48,15 @@ soak: $(INSTALLED) ## the tests that take minutes: fuzzing by the hundred thousa
 
 docs: $(INSTALLED) ## write docs/reference.md anew, from the docstrings
 	$(BIN)/python tools/reference.py
+
+coverage: $(INSTALLED) ## lines and branches that the tests without a GPU run; fails under the share in pyproject.toml
+	$(BIN)/coverage erase
+	COVERAGE_FILE=$(CURDIR)/.coverage $(BIN)/coverage run -m pytest -n $(WORKERS) --timeout 1200 $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+mutants: $(INSTALLED) ## small changes that no test notices; FILES="src/overspill/planner.py", SAMPLE=100 for some of them
+	$(BIN)/python tools/mutants.py $(FILES) $(if $(SAMPLE),--sample $(SAMPLE))
 
 format: $(INSTALLED) ## let ruff fix and format
 	$(BIN)/ruff check --fix .
@@ -67,5 +76,5 @@ $(DEMO_MODEL): | $(INSTALLED)
 	@$(BIN)/python examples/smollm2.py $@
 
 clean: ## remove what make made
-	rm -rf $(VENV) .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,19 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import overspill
 from overspill import devices
 from overspill.cli.app import app
-from overspill.cli.errors import MEANINGS
+from overspill.cli.errors import MEANINGS, ExitCode, carried_out
 from overspill.cli.memory import PeakMemory
 from overspill.cli.options import parse_budget
+from overspill.cli.output import Output
+from overspill.errors import PlanError
 from overspill.integrations import generating
-from overspill.integrations.configs import skeleton_from_config
+from overspill.integrations.configs import model_class_of, skeleton_from_config
 from support import aligned
 
 PROMPT = "once upon a time"
@@ -376,6 +378,51 @@ def test_a_config_without_a_dtype_is_planned_as_its_weights_are_stored(tmp_path:
 def test_a_config_that_describes_no_model_is_told(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "config.json").write_text(content)
     assert message in refusal("plan", tmp_path, "--max-memory", "disk", code=1)
+
+
+def test_a_config_that_names_no_class_is_the_general_one_of_its_kind(config_70b: Path, tmp_path: Path) -> None:
+    document = json.loads(config_70b.read_text())
+    named = answer("plan", config_70b, "--max-memory", "disk")
+    for architectures in (None, ["NeverHeardOf"]):
+        (tmp_path / "config.json").write_text(json.dumps({**document, "architectures": architectures}))
+        assert answer("plan", tmp_path, "--max-memory", "disk")["disk_bytes"] == named["disk_bytes"]
+    with pytest.raises(PlanError, match=r"Transformers .* has no model for it"):
+        model_class_of(PreTrainedConfig(), tmp_path)
+
+
+def test_a_config_alone_without_a_dtype_is_planned_in_that_of_torch(config_70b: Path, tmp_path: Path) -> None:
+    document = json.loads(config_70b.read_text())
+    del document["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert next(skeleton_from_config(tmp_path, None).parameters()).dtype == torch.get_default_dtype()
+
+
+def test_a_file_that_is_no_config_is_told(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    assert "notes.txt is no config. Give the config.json" in refusal("plan", tmp_path / "notes.txt", code=1)
+
+
+def test_a_model_that_writes_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    message = refusal("run", tmp_path, "--prompt", PROMPT, code=1)
+    assert "is a BertModel, which writes no text. Give a language model" in message
+
+
+def test_a_prompt_without_tokens_is_told(llama: Path) -> None:
+    assert "the prompt has no tokens" in refusal("run", llama, "--prompt", " ", code=1)
+
+
+def test_interrupts_and_a_full_device_have_their_own_endings(capsys: pytest.CaptureFixture[str]) -> None:
+    def raising(error: BaseException) -> Callable[[], None]:
+        def command() -> None:
+            raise error
+
+        return command
+
+    assert carried_out(raising(KeyboardInterrupt()), Output()) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == ""
+    assert carried_out(raising(torch.OutOfMemoryError("CUDA out of memory")), Output()) == ExitCode.FAILED
+    assert "the device ran out of memory. Give it less in --max-memory" in capsys.readouterr().err
 
 
 def test_a_config_with_code_of_its_own_runs_none(tmp_path: Path) -> None:

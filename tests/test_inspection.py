@@ -159,6 +159,18 @@ def test_what_a_load_would_pass_over_is_a_warning(
     assert list(found.tensors) == list(open_checkpoint(tmp_path))
 
 
+def test_what_holds_nothing_is_a_warning(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    assert [problem.message for problem in inspect_checkpoint(tmp_path).problems] == [
+        f"{tmp_path / 'model.safetensors'} holds no tensors. Remove it, or save the checkpoint again"
+    ]
+    (tmp_path / "model.safetensors").unlink()
+    write_index(tmp_path, {}, total=0)
+    assert [problem.message for problem in inspect_checkpoint(tmp_path).problems] == [
+        f"{tmp_path / INDEX} lists no tensors. Save the checkpoint again"
+    ]
+
+
 def test_five_thousand_tensors_are_inspected_by_one_look_at_each_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

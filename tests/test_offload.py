@@ -954,6 +954,20 @@ def test_parts_that_were_given_as_modules_move_on_with_their_model(where: Where,
     assert_ordinary(model, twin)
 
 
+def test_parts_that_were_given_as_modules_one_by_one_become_one_model_with_the_next(
+    where: Where, model: Net, twin: Net
+) -> None:
+    for index in (0, 1):
+        where.offload(model.blocks[index])
+    where.offload(model, modules=["blocks.2"])
+    assert away(model) == {f"blocks.{index}.{name}" for index in range(3) for name in MOVED_OF_A_BLOCK}
+    assert_right(model, twin)
+    overspill.restore(model.blocks[1])
+    assert_right(model, twin)
+    overspill.restore(model)
+    assert_ordinary(model, twin)
+
+
 def test_parts_that_were_given_as_paths_come_back_as_modules(where: Where, model: Net, twin: Net) -> None:
     where.offload(model, modules=["blocks.1", "blocks.2"])
     overspill.restore(model.blocks[1])
@@ -1872,6 +1886,25 @@ def test_a_module_on_meta_is_refused_with_its_name(device: str) -> None:
     assert torch.equal(model.blocks[1](x), model.blocks[1](x))
 
 
+def test_tensors_that_are_no_plain_values_are_refused_with_their_name(device: str) -> None:
+    model = aligned(Net()).to(device)
+    model.blocks[1].up.register_buffer("mask", torch.eye(64, device=device).to_sparse())
+    with pytest.raises(StateError, match=r"blocks\.1\.up\.mask is a torch\.sparse_coo tensor: only dense ones"):
+        overspill.offload(model, to="disk", modules=["blocks.1"])
+    del model.blocks[1].up.mask
+    model.blocks[1].up.register_buffer("scaled", model.blocks[1].up.weight * 2)
+    with pytest.raises(StateError, match=r"blocks\.1\.up\.scaled is the result of a computation.*Detach it"):
+        overspill.offload(model, to="disk", modules=["blocks.1"])
+    assert away(model) == set()
+
+
+def test_a_tensor_on_disk_takes_no_values_of_another_shape(disk_model: Net, disk_twin: Net) -> None:
+    overspill.offload(disk_model, to="disk", modules=["blocks.1"])
+    with pytest.raises(StateError, match=r"blocks\.1\.up\.weight is float32\[64, 32\] on disk .* new nn\.Parameter"):
+        disk_model.blocks[1].up.weight.data = torch.zeros(3)
+    assert_right(disk_model, disk_twin)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -1959,6 +1992,21 @@ def test_a_plan_and_options_that_it_answers_are_refused_together(device: str) ->
         with pytest.raises((PlanError, TypeError)):
             overspill.offload(model, plan, **options)
     untouched.check()
+
+
+def test_a_plan_that_changes_nothing_or_casts_is_refused(device: str, tmp_path: Path) -> None:
+    model = aligned(Net()).to(device)
+    untouched = Untouched(model)
+    budget: dict[int | str, int | str] = {"cpu" if device == "cpu" else 0: "1GiB"}
+    whole = overspill.plan(model, budget, device=device)
+    with pytest.raises(StateError, match="this plan changes nothing"):
+        overspill.offload(model, whole)
+    with pytest.raises(PlanError, match=r"folder='.*off' has no effect: the plan puts nothing on disk"):
+        overspill.offload(model, whole, folder=tmp_path / "off")
+    with pytest.raises(PlanError, match=r"casts to torch\.bfloat16.*Plan without dtype="):
+        overspill.offload(model, overspill.plan(model, {}, device=device, dtype=torch.bfloat16))
+    untouched.check()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_for_another_model_is_refused(device: str) -> None:
@@ -2149,6 +2197,21 @@ def test_parts_in_one_folder_are_deleted_one_by_one(disk_model: Net, disk_twin: 
     assert all(path.is_file() for path in second.files)
     assert_right(disk_model, disk_twin)
     overspill.restore(disk_model, modules=["blocks.2"], delete=True)
+    assert_right(disk_model, disk_twin)
+    overspill.restore(disk_model, delete=True)
+    assert list(tmp_path.iterdir()) == []
+    assert_ordinary(disk_model, disk_twin)
+
+
+def test_folders_of_parts_that_became_one_model_are_cleared_with_it(
+    disk_model: Net, disk_twin: Net, tmp_path: Path
+) -> None:
+    for index, name in enumerate("ab"):
+        overspill.offload(disk_model.blocks[index], to="disk", folder=tmp_path / name)
+    overspill.offload(disk_model, to="disk", modules=["blocks.2"], folder=tmp_path / "b")
+    assert [len(bundles(tmp_path / name)) for name in "ab"] == [2, 3]
+    overspill.restore(disk_model.blocks[1], delete=True)
+    assert [len(bundles(tmp_path / name)) for name in "ab"] == [2, 1]
     assert_right(disk_model, disk_twin)
     overspill.restore(disk_model, delete=True)
     assert list(tmp_path.iterdir()) == []

@@ -154,11 +154,18 @@ def test_large_units_are_resident_so_that_the_window_stays_small():
     assert plan.window == 3 * 1024
 
 
-def test_large_units_are_resident_even_beside_a_window_two_units_deep():
+@pytest.mark.parametrize("spare", [0, 256])
+def test_large_units_are_resident_even_beside_a_window_two_units_deep(spare):
     found = whole(unit("embed", 10_240), *blocks(16), unit("head", 10_240))
-    plan = planned(found, 2 * 10_240 + 2 * 1024 + 256, cpu=10**6)
+    plan = planned(found, 2 * 10_240 + 2 * 1024 + spare, cpu=10**6)
     assert on(plan, Tier.DEVICE) == ["embed", "head"]
-    assert plan.window == 2 * 1024 + 256
+    assert plan.window == 2 * 1024 + spare
+
+
+def test_large_units_are_not_resident_beside_a_window_less_than_two_units_deep():
+    found = whole(unit("embed", 10_240), *blocks(16), unit("head", 10_240))
+    plan = planned(found, 2 * 10_240 + 2 * 1024 - 256, cpu=10**6)
+    assert on(plan, Tier.DEVICE) == []
 
 
 def test_large_units_are_streamed_where_they_cannot_be_resident():
@@ -172,6 +179,13 @@ def test_a_tensor_that_is_read_in_place_is_resident_first():
     table = unit("table", 1024, roots=())
     plan = planned(whole(*blocks(16), table), 4 * 1024, cpu=10**6)
     assert on(plan, Tier.DEVICE) == ["table"]
+
+
+def test_a_window_for_two_units_comes_before_what_is_read_in_place():
+    table = unit("table", 256, roots=())
+    plan = planned(whole(*blocks(16), table), 2 * 1024 - 256, cpu=10**6)
+    assert on(plan, Tier.DEVICE) == []
+    assert plan.window == 2 * 1024 - 256
 
 
 def test_the_window_holds_all_that_one_module_needs():
@@ -201,16 +215,33 @@ def test_where_the_cpu_computes_units_are_resident_or_on_disk():
 # A given window.
 
 
-def test_a_given_window_is_kept_and_the_rest_is_resident():
-    plan = planned(whole(*blocks(8)), 6 * 1024, cpu=10**6, window=1024)
+@pytest.mark.parametrize("device", [0, 6 * 1024])
+def test_a_given_window_is_kept_and_the_rest_is_resident(device):
+    plan = planned(whole(*blocks(8)), device, window=1024)
     assert plan.window == 1024
-    assert len(on(plan, Tier.DEVICE)) == 5
+    assert len(on(plan, Tier.DEVICE)) == max(0, device - 1024) // 1024
 
 
 def test_what_is_too_large_for_a_given_window_is_resident():
     plan = planned(whole(*blocks(8), unit("head", 4096)), 6 * 1024, cpu=10**6, window=1024)
     assert "head" in on(plan, Tier.DEVICE)
     assert plan.window == 1024
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        [unit("table", 1536, roots=())],
+        [unit("left", 768, roots=("both", "alone")), unit("right", 768, roots=("both", "other"))],
+    ],
+    ids=["read in place", "needed at once"],
+)
+def test_what_a_given_window_cannot_take_is_resident_to_the_byte(large):
+    plan = planned(whole(*blocks(8), *large), 1024 + 1536, window=1024)
+    assert on(plan, Tier.DEVICE) == [unit.name for unit in large]
+    assert plan.window == 1024
+    with pytest.raises(BudgetError):
+        planned(whole(*blocks(8), *large), 1024 + 1535, window=1024)
 
 
 def test_a_given_window_that_nothing_fits_says_how_much_would():
@@ -239,6 +270,22 @@ def test_blocks_that_do_not_fit_are_cut_into_their_children(no_gpu):
     assert plan.bytes_on(GPU) <= block - 1
 
 
+def test_blocks_that_do_fit_stay_whole_where_others_are_cut(no_gpu):
+    with torch.device("meta"):
+        model = nn.Sequential(Block(64), Block(8), Block(8))
+    large = cutter(model)(None).units[0].nbytes
+    plan = make_plan(model, {0: large - 1, "cpu": "1GiB"}, device="cuda:0")
+    assert {"0.up", "0.down", "1", "2"} <= {placement.unit.name for placement in plan.placements}
+
+
+def test_where_a_block_is_cut_all_the_room_is_window():
+    coarse, fine = whole(*blocks(8, nbytes=12 * 1024)), whole(*blocks(96))
+    budget = Budget(device=GPU, capacity={GPU: 11 * 1024, CPU: 10**6})
+    plan = plan_within(budget, lambda limit: coarse if limit is None else fine, rates=Rates.assumed(GPU))
+    assert plan.window == 11 * 1024
+    assert on(plan, Tier.DEVICE) == []
+
+
 def test_a_window_smaller_than_a_block_cuts_it(no_gpu):
     model = model_of_blocks()
     block = cutter(model)(None).units[0].nbytes
@@ -262,16 +309,39 @@ def test_a_budget_that_is_too_small_says_by_how_much_and_what_would_fit(no_gpu):
 
 def test_a_budget_below_what_stays_is_an_error():
     with pytest.raises(BudgetError, match="Give cuda:0 512 bytes"):
-        planned(whole(stays=512), 256)
+        planned(whole(stays=512), 511)
 
 
 # Several accelerators.
 
 
-def test_what_fits_on_several_devices_is_on_each_in_one_range():
-    plan = planned(whole(*blocks(8)), 5 * 1024, second=3 * 1024)
-    assert [placement.device for placement in plan.placements] == [GPU] * 5 + [SECOND] * 3
+@pytest.mark.parametrize("on_the_first", [3, 5])
+def test_what_fits_on_several_devices_is_on_each_in_one_range(on_the_first):
+    plan = planned(whole(*blocks(8)), on_the_first * 1024, second=(8 - on_the_first) * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * on_the_first + [SECOND] * (8 - on_the_first)
     assert plan.streamed_bytes == 0
+
+
+def test_the_first_device_is_filled_before_the_next():
+    plan = planned(whole(*blocks(8)), 6 * 1024, second=6 * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * 6 + [SECOND] * 2
+
+
+def test_the_first_device_keeps_room_for_what_cannot_leave_it():
+    shared = unit("shared", 1024, roots=("blocks.0", "blocks.7"))
+    plan = planned(whole(shared, *blocks(8)), 5 * 1024, second=6 * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * 4 + [SECOND] * 4 + [GPU]
+    assert plan.windows == {}
+    plan = planned(whole(shared, *blocks(8)), 3 * 1024 - 1, cpu=10**6, second=6 * 1024)
+    assert plan.windows != {}
+    assert plan.bytes_on(GPU) < 3 * 1024
+
+
+def test_each_device_has_room_for_what_stays_with_the_units():
+    plan = planned(whole(*blocks(8), stays=512), 5 * 1024 + 512, second=3 * 1024 + 512)
+    assert [placement.device for placement in plan.placements] == [GPU] * 5 + [SECOND] * 3
+    plan = planned(whole(*blocks(8), stays=512), 5 * 1024 + 512, cpu=10**6, second=3 * 1024)
+    assert [placement.device for placement in plan.placements] == [GPU] * 6 + [SECOND] * 2
 
 
 def test_what_does_not_fit_on_several_devices_is_streamed_through_the_first():
@@ -288,6 +358,13 @@ def test_units_that_one_module_needs_are_on_one_device():
     plan = planned(whole(shared, *blocks(8)), 8 * 1024, second=8 * 1024)
     where = {placement.unit.name: placement.device for placement in plan.placements}
     assert where["shared"] == where["blocks.0"] == where["blocks.7"] == GPU
+
+
+def test_a_unit_that_only_one_of_its_modules_shares_does_not_leave_it_either():
+    shared = unit("shared", 1024, roots=("shared", "blocks.0"))
+    plan = planned(whole(*blocks(7), shared), 5 * 1024, second=3 * 1024)
+    where = {placement.unit.name: placement.device for placement in plan.placements}
+    assert where["shared"] == where["blocks.0"] == GPU
 
 
 # What the user writes.
@@ -339,6 +416,21 @@ def test_given_headroom_is_taken_off_a_given_budget(two_gpus):
     budget = read_budget({0: "10GiB", "cpu": "8GiB"}, headroom="2GiB")
     assert budget.capacity == {GPU: 8 * GIB, CPU: 8 * GIB}
     assert budget.headroom == {GPU: 2 * GIB}
+
+
+def test_a_cache_is_kept_free_beside_the_headroom(two_gpus):
+    budget = read_budget({0: "10GiB", 1: "7GiB", "cpu": "8GiB"}, headroom="2GiB", cache=3 * GIB)
+    assert budget.capacity == {GPU: 5 * GIB, SECOND: 2 * GIB, CPU: 8 * GIB}
+    assert budget.headroom == {GPU: 5 * GIB, SECOND: 5 * GIB}
+    assert read_budget({0: "10GiB"}, cache=3 * GIB).capacity[GPU] == 7 * GIB
+    with pytest.raises(BudgetError, match=r"headroom of 5\.00 GiB, with that for the cache, leaves nothing"):
+        read_budget({0: "5GiB"}, headroom="2GiB", cache=3 * GIB)
+
+
+def test_without_a_budget_a_cache_is_kept_free_wherever_the_model_computes(two_gpus):
+    budget = read_budget(cache=3 * GIB)
+    assert budget.capacity == {GPU: 29 * GIB, SECOND: 29 * GIB, CPU: 100 * GIB - 128 * GIB // 10}
+    assert budget.headroom == {GPU: 11 * GIB, SECOND: 11 * GIB, CPU: 128 * GIB // 10}
 
 
 def test_where_the_cpu_computes_headroom_is_taken_off_its_budget(no_gpu):

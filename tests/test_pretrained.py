@@ -415,6 +415,21 @@ def test_a_layer_that_slides_remembers_no_more_than_its_window() -> None:
     assert plan.headroom == {torch.device("cpu"): tokens * 2 * 2 * 8 * model.dtype.itemsize}
 
 
+def test_a_layer_remembers_its_chunk_and_a_state_of_fixed_size_counts_nothing() -> None:
+    config = transformers.LlamaConfig(intermediate_size=48, num_key_value_heads=2, **SMALL)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.config.attention_chunk_size = 8
+    for kinds, tokens in {
+        ("full_attention", "chunked_attention"): 100 + 8,
+        ("linear_attention", "full_attention"): 100,
+        ("mamba", "conv"): 0,
+    }.items():
+        model.config.layer_types = list(kinds)
+        plan = overspill.plan(model, {"cpu": "1GiB"}, context=100, headroom=1)
+        of_a_token = 2 * 2 * config.head_dim * model.dtype.itemsize
+        assert plan.headroom == {torch.device("cpu"): tokens * of_a_token + 1}
+
+
 def test_more_to_remember_leaves_less_for_weights(stored: Path) -> None:
     budget: dict[int | str, int | str] = {"cpu": "90KiB"}
     plans = [

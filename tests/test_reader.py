@@ -241,19 +241,65 @@ def test_a_file_system_without_direct_reads_is_read_through_the_page_cache(
     assert refused == [path], "it is asked once a file, not once a read"
 
 
-def test_a_file_system_that_opens_for_direct_reads_and_then_refuses_them_is_read_through_the_page_cache(
-    reader: FileReader, file: SourceFile, cold: Kernel
-) -> None:
-    # Some file systems (FUSE, network) take the flag and give EINVAL to each read.
-    real = cold.answer
+def failing_where_direct(cold: Kernel, number: int, meanwhile: Callable[[], object] = int) -> list[int]:
+    """Let direct reads fail, once `meanwhile` has been called; the list gets the descriptor of each."""
+    real, asked = cold.answer, list[int]()
 
     def buffered_only(descriptor: int, target: memoryview, offset: int) -> int:
         if descriptor in cold.direct:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            asked.append(descriptor)
+            meanwhile()
+            raise OSError(number, os.strerror(number))
         return real(descriptor, target, offset)
 
     cold.answer = buffered_only
+    return asked
+
+
+def test_a_file_system_that_opens_for_direct_reads_and_then_refuses_them_is_read_through_the_page_cache(
+    reader: FileReader, file: SourceFile, path: Path, cold: Kernel
+) -> None:
+    # Some file systems (FUSE, network) take the flag and give EINVAL to each read.
+    asked = failing_where_direct(cold, errno.EINVAL)
+    for _ in range(2):
+        assert read_aligned(reader, file, 5000, 10_000) == CONTENT[5000:15_000]
+    assert len(asked) == 1, "it is asked once a file, not once a read"
+    reader.close()
+    assert descriptors_of(path) == 0
+
+
+def test_direct_reads_of_two_threads_that_are_both_refused_are_both_made_again(
+    reader: FileReader, file: SourceFile, path: Path, cold: Kernel
+) -> None:
+    def read_in_another_thread() -> None:
+        if len(asked) == 1:
+            other = threading.Thread(target=lambda: found.append(read_aligned(reader, file, 100, 5000)))
+            other.start()
+            other.join()
+            assert descriptors_of(path) >= 2, "the number of ours must not become another file's"
+
+    found: list[bytes] = []
+    asked = failing_where_direct(cold, errno.EINVAL, meanwhile=read_in_another_thread)
     assert read_aligned(reader, file, 5000, 10_000) == CONTENT[5000:15_000]
+    assert found == [CONTENT[100:5100]]
+    assert len(asked) == 2
+    reader.close()
+    assert descriptors_of(path) == 0
+
+
+def test_a_direct_read_that_fails_otherwise_is_an_error(reader: FileReader, file: SourceFile, cold: Kernel) -> None:
+    failing_where_direct(cold, errno.EIO)
+    with pytest.raises(CheckpointReadError, match="Input/output error"):
+        read_aligned(reader, file, 5000, 10_000)
+
+
+def test_a_descriptor_is_handed_out_while_the_file_is_what_it_was(
+    reader: FileReader, file: SourceFile, path: Path
+) -> None:
+    assert os.pread(reader.descriptor(file), 10, 100) == CONTENT[100:110]
+    path.write_bytes(CONTENT[:-1])
+    with pytest.raises(CheckpointChangedError, match=f"it had {SIZE} bytes and has {SIZE - 1}"):
+        reader.descriptor(file)
 
 
 # ---------------------------------------------------------------- faults

@@ -339,7 +339,8 @@ def _leaf_bytes(place: Place) -> int:
     module = place.module
     own: list[torch.Tensor | None] = [*module._parameters.values()]
     own += [buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set]
-    return sum(tensor.nbytes for tensor in own if tensor is not None)
+    # Not `nbytes`, which sparse tensors refuse to tell: whoever stages one is told its name.
+    return sum(tensor.numel() * tensor.element_size() for tensor in own if tensor is not None)
 
 
 def _device(mover: Mover, names: Sequence[str], given: torch.device | str | int | None) -> torch.device:

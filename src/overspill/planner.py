@@ -280,14 +280,15 @@ class _Step:
 def _choose(
     units: Sequence[Unit], room: int | None, window: int | None, *, tight: bool
 ) -> tuple[frozenset[int], int] | None:
-    """Which units are resident in `room` bytes, and the window for the others. `room` None: a window of any size."""
+    """Which units are resident in `room` bytes, and the window for the others. `room` None: a window of any size.
+
+    They do not all fit: `_all_resident` finds a way to place them if `_tail` leaves so few that they would.
+    """
     if room is None:
         size = ample_window(units) if window is None else window
         return (frozenset(), size) if least_window(units) <= size else None
     if room < 0:
         return None
-    if sum(unit.nbytes for unit in units) <= room:
-        return frozenset(range(len(units))), 0
     if window is not None:
         return _choose_beside(units, room, window)
     if tight:  # there is less room than one block takes: all of it goes to the window

@@ -1,5 +1,6 @@
 """Checkpoints that are absent, damaged, lying or hostile: each is refused with an error that names culprit and cure."""
 
+import io
 import json
 import os
 import tempfile
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 from torch import nn
 
-from overspill.checkpoint import CheckpointIndex, open_checkpoint
-from overspill.checkpoint.safetensors_header import DTYPES
+from overspill.checkpoint import CheckpointIndex, open_checkpoint, safetensors_header
+from overspill.checkpoint.safetensors_header import DTYPES, read_header
 from overspill.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -72,6 +73,17 @@ def test_a_folder_where_several_files_may_be_meant_names_them(tmp_path: Path, na
         (tmp_path / f"{number}.{name}").touch()
     with pytest.raises(CheckpointNotFoundError, match=f"'0.{names[0]}', '1.{names[1]}', .* Give the path of one"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("count", [8, 9, 12])
+def test_a_long_list_of_names_is_cut(tmp_path: Path, count: int) -> None:
+    names = [f"{number:02}.pt" for number in range(count)]
+    for name in names:
+        (tmp_path / name).touch()
+    listed = ", ".join(map(repr, names[:8])) + (f" and {count - 8} more" if count > 8 else "")
+    with pytest.raises(CheckpointNotFoundError) as error:
+        open_checkpoint(tmp_path)
+    assert f"holds {listed}, and any may be meant" in str(error.value)
 
 
 def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -141,6 +153,7 @@ LYING_HEADERS = {
     "an offset of minus zero": (b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}', 0, "'w' the data_offsets"),
     "a field that is unknown": ({"w": {**entry(0, 4), "scale": 2}}, 4, "tensor 'w' by 'scale', which no reader"),
     "a tensor that is no object": ({"w": [1]}, 0, r"tensor 'w' by \[1\]"),
+    "metadata that are not all texts": ({"__metadata__": {"format": "pt", "step": 3}}, 0, "__metadata__"),
     "metadata that are no texts": ({"__metadata__": {"step": 3}}, 0, "__metadata__"),
     "metadata that are no Unicode": (
         b'{"__metadata__": {"a": "\\ud800"}}',
@@ -173,8 +186,37 @@ def test_a_length_of_the_header_that_lies_is_refused() -> None:
         open_bytes(bytes(7))
     with pytest.raises(CheckpointCorruptError, match="truncated: it claims a header of 1000 bytes"):
         open_bytes((1000).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointCorruptError, match="truncated: it claims a header of 3 bytes, and has 10 bytes"):
+        open_bytes((3).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointCorruptError, match="claims a header of 18446744073709551615 bytes"):
         open_bytes(b"\xff" * 8 + b"{}")
+
+
+def test_a_file_that_is_cut_while_its_header_is_read_is_refused() -> None:
+    content = file_of({"w": entry(0, 4)}, bytes(4))
+    with pytest.raises(CheckpointCorruptError, match=r"x\.safetensors ended after 12 of the header's \d+ bytes"):
+        read_header(io.BytesIO(content[:20]), Path("x.safetensors"), len(content))
+
+
+def test_a_header_as_long_as_the_format_allows_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = file_of({"w": entry(0, 4)}, bytes(4))
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER", len(content) - 8 - 4)
+    assert list(open_bytes(content)) == ["w"]
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER", len(content) - 8 - 5)
+    with pytest.raises(CheckpointCorruptError, match="safetensors allows"):
+        open_bytes(content)
+
+
+def test_an_empty_tensor_may_have_any_size_that_memory_can_address() -> None:
+    found = open_bytes(file_of({"w": entry(0, 0, dtype="U8", shape=[0, 1, 2**63 - 1])}))
+    assert found["w"].spec.shape == (0, 1, 2**63 - 1)
+
+
+def test_an_index_too_large_to_be_one_is_refused_unread(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").touch()
+    os.truncate(tmp_path / "model.safetensors.index.json", 100_000_001)
+    with pytest.raises(CheckpointCorruptError, match=r"index\.json has 100000001 bytes, too many for an index"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_header_over_the_formats_limit_is_refused_unread(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from overspill.checkpoint import SourceFile, StoredTensor, open_checkpoint
+from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.safetensors_header import DTYPES
-from overspill.errors import CheckpointChangedError
+from overspill.errors import CheckpointChangedError, CheckpointCorruptError
 from overspill.tensors import TensorSpec
 
 
@@ -100,6 +101,26 @@ def test_five_thousand_tensors_are_indexed_in_a_blink(tmp_path: Path) -> None:
     assert len(index) == 5000
 
 
+def test_a_tensor_is_one_span_of_its_file_and_an_empty_one_is_none(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(0), "c": torch.ones(5)}, tmp_path / "model.safetensors")
+    found = open_checkpoint(tmp_path)
+    for name, nbytes in {"a": 12, "c": 20}.items():
+        assert found[name].spans == (FileSpan(found[name].file, found[name].offset, nbytes),)
+        assert found[name].files == (SourceFile.at(tmp_path / "model.safetensors"),)
+    assert found["b"].spans == ()
+    [span] = found["c"].spans
+    assert span.part(4, 12) == FileSpan(span.file, span.offset + 4, 8)
+
+
+def test_the_folder_of_a_checkpoint_is_that_of_its_files(sharded: Path) -> None:
+    for path in (sharded, sharded / "model.safetensors.index.json", sharded / "model-00001-of-00002.safetensors"):
+        assert open_checkpoint(path).folder == sharded
+    assert repr(open_checkpoint(sharded)) == f"CheckpointIndex({str(sharded)!r}, 2 tensors in 2 files)"
+    (sharded / "empty").mkdir()
+    save_file({}, sharded / "empty" / "model.safetensors")
+    assert open_checkpoint(sharded / "empty").folder == sharded / "empty"
+
+
 def test_the_index_is_a_mapping_that_knows_its_files(sharded: Path) -> None:
     index = open_checkpoint(sharded)
     assert list(index) == ["a", "b"]
@@ -149,6 +170,22 @@ def test_safetensors_without_an_index_are_read_together(sharded: Path) -> None:
 
 def test_an_index_is_a_path_too(sharded: Path) -> None:
     assert dict(open_checkpoint(sharded / "model.safetensors.index.json")) == dict(open_checkpoint(str(sharded)))
+
+
+@pytest.mark.parametrize("name", ["index.json", "mine.index.json"])
+def test_an_index_that_was_written_by_hand_may_be_the_map_alone(sharded: Path, name: str) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    (sharded / "parts").mkdir()
+    for number in (1, 2):
+        (sharded / f"model-0000{number}-of-00002.safetensors").rename(sharded / "parts" / f"{number}.safetensors")
+    (sharded / name).write_text(json.dumps({"a": "parts/1.safetensors", "b": "parts/2.safetensors"}))
+    assert list(open_checkpoint(sharded)) == ["a", "b"]
+    (sharded / name).write_text(json.dumps({"a": "parts/1.safetensors", "b": 2}))
+    with pytest.raises(CheckpointCorruptError, match="maps tensor 'b' to 2, not to a file"):
+        open_checkpoint(sharded)
+    (sharded / name).write_text(json.dumps({"a": 1, "weight_map": "parts/1.safetensors"}))
+    with pytest.raises(CheckpointCorruptError, match='has no "weight_map" that maps tensors to files'):
+        open_checkpoint(sharded)
 
 
 def test_the_weight_map_says_which_of_two_tensors_counts(sharded: Path) -> None:

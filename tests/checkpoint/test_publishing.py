@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -16,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overspill.checkpoint import open_checkpoint
+from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.publishing import INDEX, WHOLE, publish
 from overspill.checkpoint.writer import FileLayout, SafetensorsWriter, lay_out
 from overspill.devices import buffer_of
-from overspill.errors import SaveError
+from overspill.errors import CheckpointError, SaveError
 from overspill.tensors import TensorSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -123,6 +125,54 @@ def test_everything_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch:
     synced.clear()
     put(tmp_path, tensors(), 1)
     assert counted == [INDEX, INDEX, WHOLE]
+
+
+def noted_steps(folder: Path, values: Tensors, files: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to the folder's names, and when they are put on the disk."""
+    steps: list[str] = []
+    tag = re.compile(r"overspill-[0-9a-f]{8}")
+    calls = {name: getattr(os, name) for name in ("fsync", "link", "replace", "unlink")}
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            steps.append("sync")
+        calls["fsync"](descriptor)
+
+    def noting(name: str) -> Callable[..., None]:
+        def call(*paths: Path) -> None:
+            if all(Path(path).exists() for path in paths[:1]):
+                steps.append(f"{name} {tag.sub('aside', Path(paths[-1]).name)}")
+            calls[name](*paths)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        for name in ("link", "replace", "unlink"):
+            patch.setattr(os, name, noting(name))
+        put(folder, values, files)
+    return steps
+
+
+def test_each_step_is_on_the_disk_before_the_next_one_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [f"model-0000{n}-of-00002" for n in (1, 2)]
+    assert noted_steps(tmp_path, tensors(), 2, monkeypatch) == [
+        "sync",
+        f"replace {INDEX}",
+        "sync",
+        *(f"link {shard}.safetensors" for shard in shards),
+        "sync",
+        f"replace {INDEX}",
+        "sync",
+        *(f"unlink {shard}.aside.safetensors" for shard in shards),
+        "sync",
+    ]
+    steps = noted_steps(tmp_path, tensors(2.0), 1, monkeypatch)
+    assert steps[:4] == ["sync", f"replace {WHOLE}", "sync", f"unlink {INDEX}"]
+    assert sorted(steps[4:6]) == [f"unlink {shard}.safetensors" for shard in shards]
+    assert steps[6:] == ["unlink model.aside.json", "sync"]
 
 
 def test_where_there_are_no_hard_links_the_shards_keep_their_first_names(
@@ -267,20 +317,23 @@ def test_files_that_a_leftover_list_names_go_unless_the_checkpoint_has_them(tmp_
 # ---------------------------------------------------------------- failures
 
 
-def files_and_times(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Which files there are, and when they were last written; not when they were last read."""
-    found = {path: path.stat() for path in folder.iterdir()}
-    return {path: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+def test_a_file_in_the_place_of_the_folder_is_named_and_left(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(SaveError, match=r"model is a file, and a checkpoint is a folder\. Give another path"):
+        put(tmp_path / "model", tensors())
+    assert (tmp_path / "model").read_text() == "mine"
 
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("failing", "abc")
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), RuntimeError("x")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), RuntimeError("x"), CheckpointError("y")], ids=repr
+)
 def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(
     error: BaseException, failing: str, files: int, tmp_path: Path
 ) -> None:
     put(tmp_path, tensors(), 2)
-    before = files_and_times(tmp_path)
+    before = {SourceFile.at(path) for path in tmp_path.iterdir()}
     values = tensors(2.0)
 
     def fill(writer: SafetensorsWriter, name: str) -> None:
@@ -294,7 +347,7 @@ def test_a_failure_leaves_the_old_checkpoint_and_nothing_else(
         assert str(tmp_path) in str(raised.value)
         assert "full" in str(raised.value)
         assert "The checkpoint that was there is whole" in str(raised.value)
-    assert files_and_times(tmp_path) == before
+    assert {SourceFile.at(path) for path in tmp_path.iterdir()} == before
     put(tmp_path, values, files)
     assert_holds(tmp_path, values)
 

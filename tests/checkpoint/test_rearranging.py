@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overspill.checkpoint import rearranging, traced
-from overspill.checkpoint.rearranging import Rearrangement
+from overspill.checkpoint.rearranging import Rearrangement, Run
 from overspill.checkpoint.traced import NotARearrangementError, Traced, as_they_are
 from overspill.tensors import TensorSpec
 
@@ -61,9 +61,13 @@ def several(made: Any) -> list[Any]:
 
 
 def assert_runs(found: Rearrangement, sources: Sources, expected: torch.Tensor) -> None:
-    """Its runs, one after the other, are the tensor."""
+    """Its runs, one after the other, are the tensor, and each stretch of it lies where it says."""
+    for position, run in found.stretches():
+        stretch = sources.elements(run.source, run.offset, run.offset + run.numel)
+        assert torch.equal(stretch, expected.reshape(-1)[position : position + run.numel])
     if found.runs is None:
         return
+    assert [run for _, run in found.stretches()] == found.runs
     assert sum(run.numel for run in found.runs) == expected.numel()
     assert all(run.numel > 0 for run in found.runs)
     parts = [sources.elements(run.source, run.offset, run.offset + run.numel) for run in found.runs]
@@ -325,6 +329,15 @@ def test_fused_experts_are_one_run_each() -> None:
     (found,) = check(fused_experts, *[(3, 4)] * 2, *[(5, 4)] * 2)
     runs = [(run.source, run.offset, run.numel) for run in found.runs or ()]
     assert runs == [("source 0", 0, 12), ("source 2", 0, 20), ("source 1", 0, 12), ("source 3", 0, 20)]
+
+
+def test_where_runs_are_too_many_the_blocks_that_are_one_are_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rearranging, "_FEW_RUNS", 4)
+    sources = Sources([(2, 8), (8, 2), (3, 8)])
+    first, second, third = sources.traced()
+    found = rearranged(torch.cat([first, second.t(), third]))
+    assert found.runs is None
+    assert list(found.stretches()) == [(0, Run("source 0", 0, 16)), (32, Run("source 2", 0, 24))]
 
 
 def test_runs_that_touch_in_their_source_are_one() -> None:

@@ -213,6 +213,42 @@ def test_a_write_that_does_only_a_part_is_continued(path: Path) -> None:
     assert path.read_bytes() == b"hello, world\1\0\2\0\3\0"
 
 
+@pytest.mark.parametrize("refused_from", [0, 3, 100])
+def test_the_disk_is_told_to_write_each_byte_once_however_it_came(
+    refused_from: int, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(64)
+    (tmp_path / "source").write_bytes(content)
+    told: list[tuple[int, int]] = []
+    copied = 0
+    copy_file_range = os.copy_file_range
+
+    def refusing(source: int, target: int, nbytes: int, offset: int) -> int:
+        nonlocal copied
+        copied += 1
+        if copied > refused_from:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return copy_file_range(source, target, min(nbytes, 4), offset)
+
+    monkeypatch.setattr(writer, "_BEHIND", 16)
+    monkeypatch.setattr(writer, "start_writing", lambda descriptor, offset, nbytes: told.append((offset, nbytes)))
+    monkeypatch.setattr(os, "copy_file_range", refusing)
+    layout = lay_out([(name, TensorSpec((length,), torch.uint8)) for name, length in [("a", 15), ("b", 49), ("c", 15)]])
+    with (tmp_path / "source").open("rb") as source, SafetensorsWriter(path, layout) as file:
+        file.write("a", [memoryview(content[at : at + 5]) for at in range(0, 15, 5)])
+        assert told == [], "each call has its price"
+        file.copy("b", [(source.fileno(), 15, 20), (source.fileno(), 35, 29)])
+        file.write("c", [memoryview(content[:15])])
+    assert path.read_bytes()[len(layout.header) :] == content + content[:15]
+    assert copied <= refused_from + 1, "what was refused once is not tried again"
+    reached = len(layout.header)
+    for offset, nbytes in told:
+        assert offset == reached
+        assert nbytes >= 16
+        reached += nbytes
+    assert layout.nbytes - reached < 16
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -233,6 +269,31 @@ def test_another_number_of_bytes_than_promised_is_refused_by_name(
     ):
         file.write("blocks.0.weight", map(memoryview, chunks))
     assert path.stat().st_size <= layout.offsets["next"], "what follows was written over"
+
+
+@pytest.mark.parametrize("copies_ranges", [True, False])
+def test_a_source_that_is_cut_short_is_an_error(
+    copies_ranges: bool, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source").write_bytes(b"12345")
+    if not copies_ranges:
+        monkeypatch.delattr(os, "copy_file_range")
+    with (
+        (tmp_path / "source").open("rb") as source,
+        pytest.raises(CheckpointError, match="the file that x is read from ends at 5: it was cut short"),
+        SafetensorsWriter(path, lay_out([("x", TensorSpec((8,), torch.uint8))])) as file,
+    ):
+        file.copy("x", [(source.fileno(), 0, 8)])
+
+
+def test_a_copy_that_fails_is_not_tried_in_another_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "copy_file_range", fail)
+    layout = lay_out([("x", TensorSpec((8,), torch.uint8))])
+    with pytest.raises(OSError, match="Input/output error"), SafetensorsWriter(path, layout) as file:
+        file.copy("x", [(0, 0, 8)])
 
 
 def test_tensors_out_of_turn_and_missing_ones_are_our_own_mistakes(path: Path, tmp_path: Path) -> None:
@@ -256,7 +317,8 @@ def test_a_name_that_the_format_cannot_hold_is_refused(name: str) -> None:
 
 
 def test_a_header_beyond_the_formats_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "MAX_HEADER", 4096)
+    monkeypatch.setattr(writer, "MAX_HEADER", 4096 - 8)
+    lay_out([("as long as it may be", TensorSpec((1,), torch.uint8))])
     with pytest.raises(CheckpointError, match=r"100 tensors need a header of \d+ bytes.*several files"):
         lay_out([(str(number), TensorSpec((1,), torch.uint8)) for number in range(100)])
 

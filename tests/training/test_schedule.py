@@ -36,6 +36,11 @@ def test_blocks_that_are_called_again_in_backward_are_told_from_their_forward() 
     assert ahead(schedule, line, 7)[:5] == [3, 3, -3, 2, -2]
 
 
+def test_nothing_is_expected_of_a_thread_that_has_done_nothing() -> None:
+    schedule = Schedule(FORWARD)
+    assert ahead(schedule, schedule.line(), 3) == []
+
+
 def test_nothing_is_expected_behind_the_end_of_a_pass() -> None:
     schedule = Schedule(FORWARD)
     walked(schedule, [1, 2, 3])

@@ -34,6 +34,7 @@ class FileReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._descriptors: dict[tuple[SourceFile, bool], int | None] = {}
+        self._refused: list[int] = []
 
     def read(self, file: SourceFile, offset: int, target: memoryview) -> None:
         descriptor = self._open(file)
@@ -63,7 +64,7 @@ class FileReader:
         while done < before + nbytes:
             # A direct read may stop early, at an extent's end; it goes on from an aligned place.
             aligned = done // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-            reached = aligned + self._once(file, direct, scratch[aligned:wanted], start + aligned)
+            reached = aligned + self._once(file, direct, scratch[aligned:wanted], start + aligned, direct=True)
             if reached <= done:
                 raise self._shortened(file, start + done)
             done = reached
@@ -74,8 +75,8 @@ class FileReader:
         """Some file systems open a file for direct reads and then refuse them."""
         with self._lock:
             descriptor, self._descriptors[file, True] = self._descriptors[file, True], None
-        if descriptor is not None:
-            os.close(descriptor)
+            if descriptor is not None:  # else another thread was refused first
+                self._refused.append(descriptor)  # not closed: other threads may be about to read with it
 
     def descriptor(self, file: SourceFile) -> int:
         """`file`, open for reading, and unchanged at this moment."""
@@ -86,10 +87,11 @@ class FileReader:
     def close(self) -> None:
         """Close every file that was opened."""
         with self._lock:
-            for descriptor in self._descriptors.values():
+            for descriptor in (*self._descriptors.values(), *self._refused):
                 if descriptor is not None:
                     os.close(descriptor)
             self._descriptors.clear()
+            self._refused.clear()
 
     def __del__(self) -> None:
         self.close()
@@ -106,11 +108,11 @@ class FileReader:
                 return False
             raise self._failed(file, offset, len(target), error) from error
 
-    def _once(self, file: SourceFile, descriptor: int, target: memoryview, offset: int) -> int:
+    def _once(self, file: SourceFile, descriptor: int, target: memoryview, offset: int, *, direct: bool = False) -> int:
         try:
             count = os.preadv(descriptor, [target], offset)
         except OSError as error:
-            if error.errno == errno.EINVAL and descriptor == self._descriptors.get((file, True)):
+            if error.errno == errno.EINVAL and direct:
                 raise _DirectReadRefusedError from error
             raise self._failed(file, offset, len(target), error) from error
         if count == 0:

@@ -167,7 +167,6 @@ class SafetensorsWriter:
             except OSError as error:
                 if error.errno not in _NO_RANGE_COPIES:
                     raise
-                self._behind = 0  # bytes that the disk has not been told to write
         self._copies_ranges = False  # not between these file systems
         data = os.pread(source, nbytes, offset)
         write_all(self._file, memoryview(data))
