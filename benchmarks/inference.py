@@ -38,8 +38,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="overspill-", dir=parent) as folder:
         if arguments.gpu:
             import gpu  # needs a device
+            from gpu_bench import Bench
 
-            bench = gpu.Bench(shape, Path(folder))
+            bench = Bench(shape, Path(folder))
             rows = {name: partial(row, bench) for name, row in gpu.ROWS.items()}
         else:
             rows = {"disk": partial(cpu.all_on_disk, shape, Path(folder))}
