@@ -8,6 +8,7 @@ cache is on the clock. Nothing is fetched off the clock.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Final
@@ -15,7 +16,7 @@ from typing import Final
 from common import GB, Check, Row, Timing, alternate, repeat, synchronize
 from gpu_bench import DEVICE, PROMPT, SHORT, Bench, Budget, free, load, loaded, peer
 from lines import cached_rate, direct_rate, drop_caches, storage_bytes
-from peers import accelerate_auto, accelerate_cpu_offload, offloaded_bytes, pretrained
+from peers import accelerate_auto, accelerate_cpu_offload, diffusers_group_offload, offloaded_bytes, pretrained
 
 import overspill
 from overspill.devices import pinned_bytes
@@ -94,7 +95,17 @@ def _load_times(bench: Bench, times: int, *, warm_up: int, before: Callable[[], 
 
 def all_on_cpu(bench: Bench) -> Row:
     """Everything crosses the link for each token."""
-    return _all_on_cpu(bench, 1, "cpu", "one token", at_least=8)
+    row = _all_on_cpu(bench, 1, "cpu", "one token", at_least=8)
+    return replace(row, others={"Diffusers group offloading": _diffusers(bench)})
+
+
+def _diffusers(bench: Bench) -> Timing | str:
+    """Seconds a token with Diffusers' group offloading, or that it is not installed."""
+    try:
+        timing, _ = peer(bench, partial(diffusers_group_offload, bench.folder, bench.shape, DEVICE), 5)
+    except ImportError as missing:
+        return f"not here: {missing}"
+    return timing
 
 
 def short_prompt(bench: Bench) -> Row:
