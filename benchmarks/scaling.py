@@ -21,6 +21,7 @@ from typing import Final
 import torch
 from common import GB, Check, Timing, environment, repeat
 from lines import Link, Rate, cached_rate, filesystem, on_disk
+from straight import Fit, steepest
 from torch import nn
 
 import overspill
@@ -138,32 +139,6 @@ def _offload(sweep: Sweep, model: nn.Module, held: int, units: int, folder: Path
 
 
 @dataclass(frozen=True)
-class Fit:
-    """The straight line through points, by least squares of the relative distances."""
-
-    start: float
-    slope: float
-    deviation: float
-    """The largest distance of a point from it, in parts of what it says."""
-
-    @classmethod
-    def of(cls, xs: Sequence[float], ys: Sequence[float]) -> "Fit":
-        weights = [1 / y**2 for y in ys]
-        total = sum(weights)
-        mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
-        mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
-        spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
-        slope = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True)) / spread
-        start = mean_y - slope * mean_x
-        deviation = max(abs(y / (start + slope * x) - 1) for x, y in zip(xs, ys, strict=True))
-        return cls(start, slope, deviation)
-
-    def at(self, x: float) -> float:
-        """What it says."""
-        return self.start + self.slope * x
-
-
-@dataclass(frozen=True)
 class Series:
     """Points along one axis, and the line through them."""
 
@@ -180,9 +155,7 @@ class Series:
 
 def checks(by_size: Series, by_units: Series) -> list[Check]:
     """What is promised: the time is linear in the size, and no worse than linear in the number of units."""
-    seconds = [point.timing.median for point in by_units.points]
-    steps = zip(by_units.xs, by_units.xs[1:], seconds, seconds[1:], strict=False)
-    growth = max((later / earlier) / (more / fewer) for fewer, more, earlier, later in steps)
+    growth = steepest(by_units.xs, [point.timing.median for point in by_units.points])
     same = all(point.same_bits for point in [*by_size.points, *by_units.points])
     promise = f"within {DEVIATION:.0%} of a straight line by size"
     return [
