@@ -42,13 +42,23 @@ class Benchmark:
 
 BENCHMARKS: Final = (
     Benchmark("overhead", "What costs where nothing moves", ["overhead.py"], ["--quick"]),
-    Benchmark("inference-gpu", "Inference and loading", ["inference.py", "--gpu"], ["--layers", "8"], gpu=True),
     Benchmark(
-        "inference-cpu", "Inference and loading on the CPU", ["inference.py", "--cpu"], ["--layers", "4"], gpu=False
+        "inference-gpu",
+        "Inference and loading",
+        ["inference.py", "--gpu", "--limit", "1200"],
+        ["--layers", "8"],
+        gpu=True,
+    ),
+    Benchmark(
+        "inference-cpu",
+        "Inference and loading on the CPU",
+        ["inference.py", "--cpu", "--limit", "1200"],
+        ["--layers", "4"],
+        gpu=False,
     ),
     Benchmark("scaling", "Size and number of units", ["scaling.py"], ["--quick"], plots=True),
     Benchmark("save", "Saving a mixture of experts", ["save.py"], ["--layers", "4", "--turns", "1"]),
-    Benchmark("training", "Training", ["training.py"], ["--layers", "2"], gpu=True, plots=True),
+    Benchmark("training", "Training", ["training.py", "--limit", "1200"], ["--layers", "2"], gpu=True, plots=True),
 )
 
 
@@ -199,7 +209,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """Each row's time, its line and its peers as bars."""
+    """Each row's time, its line and its peers."""
     rows = (outcome.found or {}).get("rows")
     if not rows:
         return
@@ -208,12 +218,13 @@ def draw(outcome: Outcome, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    bars = [bar for row in reversed(rows) for bar in reversed(_bars(row))]
-    figure, axis = pyplot.subplots(figsize=(9, 1 + 0.27 * len(bars)))
-    colours = {"ours": "C0", "line": "0.7"}
-    for place, (label, kind, seconds) in enumerate(bars):
-        axis.barh(place, seconds, color=colours.get(kind, "C1"))
-        axis.text(seconds, place, f" {seconds:.3g}", va="center", fontsize=7)
+    dots = [dot for row in reversed(rows) for dot in reversed(_dots(row))]
+    figure, axis = pyplot.subplots(figsize=(9, 1 + 0.27 * len(dots)))
+    colours = {"ours": "C0", "line": "0.6", "peer": "C1"}
+    for place, (label, kind, seconds) in enumerate(dots):
+        axis.plot(seconds, place, "o", color=colours[kind])
+        axis.text(seconds, place, f"   {seconds:.3g}", va="center", fontsize=7)
+        axis.axhline(place, color="0.93", zorder=0)
         axis.text(0, place, label, va="center", ha="right", fontsize=7, transform=axis.get_yaxis_transform())
     axis.set(yticks=[], xscale="log", xlabel="seconds", title=outcome.benchmark.title)
     axis.margins(x=0.1)
@@ -221,14 +232,14 @@ def draw(outcome: Outcome, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(row: Mapping[str, Any]) -> list[tuple[str, str, float]]:
-    bars = [(f"{row['what']}  ", "ours", row["ours_seconds"])]
+def _dots(row: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+    dots = [(f"{row['what']}  ", "ours", row["ours_seconds"])]
     if row["line"] is not None:
-        bars.append(("the line  ", "line", row["line"]))
+        dots.append(("the line  ", "line", row["line"]))
     if row["peer"] is not None:
-        bars.append((f"{row['peer_is']}  ", "peer", row["peer_seconds"]))
+        dots.append((f"{row['peer_is']}  ", "peer", row["peer_seconds"]))
     others = {who: other for who, other in row["others"].items() if not isinstance(other, str)}
-    return bars + [(f"{who}  ", "peer", median(sorted(other["samples"]))) for who, other in others.items()]
+    return dots + [(f"{who}  ", "peer", median(sorted(other["samples"]))) for who, other in others.items()]
 
 
 # All of it.
