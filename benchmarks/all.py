@@ -174,7 +174,7 @@ def _tables(found: Mapping[str, Any]) -> list[str]:
     if rows := found.get("rows"):
         lines += ["| work | ours, s (min–max) | line, s | peers, s (min–max) |", "| --- | --- | --- | --- |"]
         for row in rows:
-            line = "–" if row["line"] is None else f"{row['line']:.3f}, {row['of_line']:.0%}"
+            line = "–" if row["line"] is None else f"{row['line']:.3g}, {row['of_line']:.0%}"
             lines.append(f"| {row['what']} | {_spread(row['ours'])} | {line} | {_peers(row)} |")
     if points := found.get("points"):
         lines += [
@@ -196,7 +196,8 @@ def _peers(row: Mapping[str, Any]) -> str:
 
 def _spread(timing: Mapping[str, Any]) -> str:
     samples = sorted(timing["samples"])
-    return f"{median(samples):.3f} ({samples[0]:.3f}–{samples[-1]:.3f})"
+    digits = 3 if median(samples) >= 0.01 else 5
+    return f"{median(samples):.{digits}f} ({samples[0]:.{digits}f}–{samples[-1]:.{digits}f})"
 
 
 def median(samples: Sequence[float]) -> float:

@@ -137,7 +137,8 @@ class Timing:
         return statistics.median(self.samples)
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} ({min(self.samples):.3f}–{max(self.samples):.3f})"
+        digits = 3 if self.median >= 0.01 else 5
+        return f"{self.median:.{digits}f} ({min(self.samples):.{digits}f}–{max(self.samples):.{digits}f})"
 
 
 def synchronize() -> None:
@@ -249,7 +250,7 @@ class Row:
 def report(row: Row) -> str:
     """All that is known of one row."""
     lines = [f"{row.name}: {row.what}"]
-    beside = "" if row.line is None else f", line {row.line:.3f} s ({row.line_is}): {row.of_line:.1%} of the line"
+    beside = "" if row.line is None else f", line {row.line:.3g} s ({row.line_is}): {row.of_line:.1%} of the line"
     lines.append(f"    ours {row.ours} s{beside}")
     for who, peer in row.peers():
         slower = "" if isinstance(peer, str) else f" s: {peer.median / row.ours.median:.2f}× slower"
@@ -266,7 +267,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         peers = "; ".join(f"{who} {peer}" for who, peer in row.peers()) or "–"
         speed_up = "–" if row.speed_up is None else f"{row.speed_up:.2f}×"
-        line = ["–", "–"] if row.line is None else [f"{row.line:.3f}", f"{row.of_line:.1%}"]
+        line = ["–", "–"] if row.line is None else [f"{row.line:.3g}", f"{row.of_line:.1%}"]
         targets = "; ".join(f"{check.promise}: {check.measured}" for check in row.targets)
         missed = [check.promise for check in row.all_checks if not check.met]
         met = "all" if not missed else f"NOT {', '.join(missed)}"

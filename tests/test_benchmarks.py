@@ -68,7 +68,7 @@ def test_what_was_found_is_in_json_in_a_table_and_in_a_picture(tmp_path: Path, m
     status, results, table = run(monkeypatch, tmp_path / "out", [program(tmp_path / "fetch.py", met=True)])
     assert status == 0
     assert results["fetch"]["found"]["rows"][0]["what"] == "one token"
-    assert "| one token | 2.000 (1.000–3.000) | 1.500, 75% | Somebody 4.000 (4.000–4.000); Nobody not here" in table
+    assert "| one token | 2.000 (1.000–3.000) | 1.5, 75% | Somebody 4.000 (4.000–4.000); Nobody not here" in table
     assert "1 promises, all kept" in table
     assert (tmp_path / "out" / "fetch.svg").read_text().count("<svg") == 1
 
