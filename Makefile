@@ -3,13 +3,15 @@
 PYTHON ?= python3
 WORKERS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+STAMP_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO_MODEL := .demo/SmolLM2-135M-Instruct
 CODE := $(wildcard src tests examples benchmarks tools)
-# The system's Python may have the only torch that sees the GPU, so gpu-test builds no environment of its own.
+# The system's Python may have the only torch that sees the GPU, so gpu-test and bench build no environment of their own.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 # Whatever hangs below an nn.Module is "Tensor | Module" to mypy, and tests look into modules all the time.
@@ -17,7 +19,7 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint unit-test gpu-test soak coverage mutants format install clean
+.PHONY: help demo docs test lint unit-test gpu-test soak coverage mutants bench stamp format install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +60,12 @@ coverage: $(INSTALLED) ## lines and branches that the tests without a GPU run; f
 mutants: $(INSTALLED) ## small changes that no test notices; FILES="src/overspill/planner.py", SAMPLE=100 for some of them
 	$(BIN)/python tools/mutants.py $(FILES) $(if $(SAMPLE),--sample $(SAMPLE))
 
+bench: ## all benchmarks that this machine can run, into bench-results; BENCH_ARGS=--quick for small models
+	$(GPU_PYTHON) benchmarks/all.py $(BENCH_ARGS)
+
+stamp: ## which figures in README are older than the code; STAMP_ARGS="--measured inference" after a new measurement
+	$(GPU_PYTHON) benchmarks/stamp.py $(STAMP_ARGS)
+
 format: $(INSTALLED) ## let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -76,5 +84,5 @@ $(DEMO_MODEL): | $(INSTALLED)
 	@$(BIN)/python examples/smollm2.py $@
 
 clean: ## remove what make made
-	rm -rf $(VENV) .demo .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
+	rm -rf $(VENV) .demo bench-results .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -137,7 +137,8 @@ class Timing:
         return statistics.median(self.samples)
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} ({min(self.samples):.3f}–{max(self.samples):.3f})"
+        digits = 3 if self.median >= 0.01 else 5
+        return f"{self.median:.{digits}f} ({min(self.samples):.{digits}f}–{max(self.samples):.{digits}f})"
 
 
 def synchronize() -> None:
@@ -208,11 +209,13 @@ class Row:
     name: str
     what: str
     ours: Timing
-    line: float
-    """Seconds that the hardware allows."""
-    line_is: str
+    line: float | None = None
+    """Seconds that the hardware allows; None where nothing but code takes time."""
+    line_is: str = ""
     peer: Timing | None = None
     peer_is: str = ""
+    others: Mapping[str, Timing | str] = field(default_factory=dict)
+    """Further peers, or why they were not measured."""
     targets: Sequence[Check] = ()
     """What this row promises."""
     checks: Sequence[Check] = ()
@@ -224,8 +227,8 @@ class Row:
         return [*self.targets, *self.checks]
 
     @property
-    def of_line(self) -> float:
-        return self.line / self.ours.median
+    def of_line(self) -> float | None:
+        return None if self.line is None else self.line / self.ours.median
 
     @property
     def speed_up(self) -> float | None:
@@ -237,13 +240,21 @@ class Row:
         medians = {f"{who}_seconds": None if timing is None else timing.median for who, timing in timings.items()}
         return {**asdict(self), **medians, "of_line": self.of_line, "speed_up": self.speed_up}
 
+    def peers(self) -> Iterator[tuple[str, Timing | str]]:
+        """All of them, the one that targets speak of first."""
+        if self.peer is not None:
+            yield self.peer_is, self.peer
+        yield from self.others.items()
+
 
 def report(row: Row) -> str:
     """All that is known of one row."""
     lines = [f"{row.name}: {row.what}"]
-    lines.append(f"    ours {row.ours} s, line {row.line:.3f} s ({row.line_is}): {row.of_line:.1%} of the line")
-    if row.peer is not None:
-        lines.append(f"    {row.peer_is} {row.peer} s: {row.speed_up:.2f}× slower")
+    beside = "" if row.line is None else f", line {row.line:.3g} s ({row.line_is}): {row.of_line:.1%} of the line"
+    lines.append(f"    ours {row.ours} s{beside}")
+    for who, peer in row.peers():
+        slower = "" if isinstance(peer, str) else f" s: {peer.median / row.ours.median:.2f}× slower"
+        lines.append(f"    {who} {peer}{slower}")
     for name, value in row.details.items():
         lines.append(f"    {name}: {value:.4g}" if isinstance(value, float) else f"    {name}: {value}")
     lines += [f"    {'yes' if check.met else 'NO '}  {check.promise}: {check.measured}" for check in row.all_checks]
@@ -254,12 +265,13 @@ def table(rows: Sequence[Row]) -> str:
     """The rows in columns, in the syntax of Markdown."""
     cells = [["work", "ours, s (min–max)", "line, s", "of line", "peer, s (min–max)", "speed-up", "targets", "met"]]
     for row in rows:
-        peer = "–" if row.peer is None else f"{row.peer_is} {row.peer}"
+        peers = "; ".join(f"{who} {peer}" for who, peer in row.peers()) or "–"
         speed_up = "–" if row.speed_up is None else f"{row.speed_up:.2f}×"
+        line = ["–", "–"] if row.line is None else [f"{row.line:.3g}", f"{row.of_line:.1%}"]
         targets = "; ".join(f"{check.promise}: {check.measured}" for check in row.targets)
         missed = [check.promise for check in row.all_checks if not check.met]
         met = "all" if not missed else f"NOT {', '.join(missed)}"
-        cells.append([row.what, str(row.ours), f"{row.line:.3f}", f"{row.of_line:.1%}", peer, speed_up, targets, met])
+        cells.append([row.what, str(row.ours), *line, peers, speed_up, targets, met])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells

@@ -1,4 +1,4 @@
-"""The rows that need a GPU: an 8B Llama, one token or a long prompt, from host memory and from disk.
+"""The rows that need a GPU: an 8B Llama, one token or a prompt, from host memory and from disk.
 
 Note: what a repetition's time contains. A pass ends by fetching the first units of the next one, so in a series of
 passes each moves exactly the streamed bytes. From host memory that is all waited for by the synchronisation that ends
@@ -6,209 +6,28 @@ a repetition. From disk it is not: there the repetitions follow each other witho
 cache is on the clock. Nothing is fetched off the clock.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-import torch
-from common import GB, Check, Row, Shape, Timing, alternate, forward, nbytes_of, repeat, synchronize, write_checkpoint
-from lines import Link, cached_rate, direct_rate, drop_caches, settle_reads, storage_bytes
-from peers import accelerate_auto, accelerate_cpu_offload, offloaded_bytes, pretrained
-from torch import nn
+from common import GB, Check, Row, Timing, alternate, repeat, synchronize
+from gpu_bench import DEVICE, PROMPT, SHORT, Bench, Budget, free, load, loaded, peer
+from lines import cached_rate, direct_rate, drop_caches, storage_bytes
+from peers import accelerate_auto, accelerate_cpu_offload, diffusers_group_offload, offloaded_bytes, pretrained
 
 import overspill
-from overspill import Plan
 from overspill.devices import pinned_bytes
 
-DEVICE: Final = torch.device("cuda", 0)
-SHARDS: Final = 5
-PROMPT: Final = 8192
 HOST: Final = 40 << 30
 HALF: Final = 0.6
 """Of the model's bytes, as a budget for the GPU: with the window taken off, about half of them are resident."""
-ROUNDING: Final = 32 << 20
-"""What torch's allocator may add to the bytes asked for: up to 1 MiB a tensor that it does not split off."""
-
-Budget = Mapping[int | str, int]
-
-
-class Bench:
-    """The checkpoint, the plain model that everything is compared with, and the lines."""
-
-    def __init__(self, shape: Shape, folder: Path) -> None:
-        self.shape = shape
-        self.folder = folder / "checkpoint"
-        self.folder.mkdir()
-        start = perf_counter()
-        self.state = shape.random_state(DEVICE)
-        self.nbytes = nbytes_of(self.state)
-        self.files = write_checkpoint(shape, self.state, self.folder, SHARDS)
-        print(f"checkpoint: {self.nbytes / GB:.2f} GB in {len(self.files)} files, {perf_counter() - start:.1f} s")
-        self.plain = shape.skeleton()
-        self.plain.load_state_dict(self.state, strict=True, assign=True)
-        self.plain.to(DEVICE)  # the buffers, which are in no checkpoint
-        random = torch.Generator(DEVICE).manual_seed(1)
-        self.inputs = {
-            tokens: torch.randint(0, shape.vocab, (1, tokens), device=DEVICE, generator=random)
-            for tokens in (1, PROMPT)
-        }
-        self.reference: dict[int, torch.Tensor] = {}
-        self.activations: dict[int, int] = {}
-        for tokens, ids in self.inputs.items():
-            for _ in range(2):  # the first one makes the libraries' workspaces, which stay
-                memory = DeviceMemory()
-                self.reference[tokens] = forward(self.plain, ids)
-                self.activations[tokens] = memory.peak()[0]
-            assert self.reference[tokens].isfinite().all()
-        self.link = Link(DEVICE)
-
-    def half(self) -> int:
-        """The GPU's budget for the rows that stream about half of the model."""
-        return int(self.nbytes * HALF)
-
-    def passes(self, model: nn.Module, tokens: int = 1) -> Callable[[], torch.Tensor]:
-        """A pass of `model`, to be timed."""
-        return partial(forward, model, self.inputs[tokens])
-
-    def same_bits(self, model: nn.Module, tokens: int = 1) -> bool:
-        """Whether `model` now gives the plain model's logits, bit for bit."""
-        return torch.equal(forward(model, self.inputs[tokens]), self.reference[tokens])
-
-
-def free() -> None:
-    """Give back what the last model held."""
-    synchronize()
-    settle_reads()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-class DeviceMemory:
-    """The most that is allocated on the device from now on, beyond what is there already."""
-
-    def __init__(self) -> None:
-        free()
-        torch.cuda.reset_peak_memory_stats()
-        self._allocated, self._reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
-    def peak(self) -> tuple[int, int]:
-        """Bytes allocated and bytes reserved."""
-        synchronize()
-        allocated = torch.cuda.max_memory_allocated() - self._allocated
-        return allocated, torch.cuda.max_memory_reserved() - self._reserved
-
-
-# Ours.
-
-
-@dataclass
-class Ours:
-    """A model that overspill has loaded, and what was found out about it."""
-
-    bench: Bench
-    plan: Plan
-    tokens: int
-    model: nn.Module
-    seconds: dict[str, float]
-    peak: tuple[int, int] = (0, 0)
-    same_bits: bool = True
-    details: dict[str, object] = field(default_factory=dict)
-
-    def run(self) -> torch.Tensor:
-        return forward(self.model, self.bench.inputs[self.tokens])
-
-    def check_bits(self) -> None:
-        self.same_bits &= self.bench.same_bits(self.model, self.tokens)
-
-    def describe(self) -> None:
-        """For the report: what the plan says, and what happened."""
-        activations = self.bench.activations[self.tokens]
-        self.details = {
-            "in host memory, GB": self.plan.cpu_bytes / GB,
-            "on disk, GB": self.plan.disk_bytes / GB,
-            "streamed a pass (the window keeps the rest), GB": self.plan.streamed_bytes / GB,
-            "resident, GB": (self.plan.resident_bytes + self.plan.stays_nbytes) / GB,
-            "window, GB": self.plan.window / GB,
-            "peak allocated, GB": self.peak[0] / GB,
-            "peak reserved, GB": self.peak[1] / GB,
-            "of it activations (as in the plain model), GB": activations / GB,
-            **{f"{step}, s": seconds for step, seconds in self.seconds.items()},
-        }
-
-    def checks(self) -> list[Check]:
-        """What every row must show."""
-        allowed = self.plan.budgets.get(DEVICE) or self.plan.bytes_on(DEVICE)
-        held = self.peak[0] - self.bench.activations[self.tokens]
-        measured = f"{held / GB:.3f} of {allowed / GB:.3f} GB"
-        bits = Check("same bits as the plain model", "yes" if self.same_bits else "no", self.same_bits)
-        return [bits, Check("within the memory budget", measured, held <= allowed + ROUNDING)]
-
-
-def load(bench: Bench, budget: Budget, tokens: int = 1) -> Ours:
-    """Skeleton, plan and load, each of them timed."""
-    synchronize()
-    marks = [perf_counter()]
-    model = bench.shape.skeleton()
-    marks.append(perf_counter())
-    plan = overspill.plan(model, dict(budget))
-    marks.append(perf_counter())
-    overspill.load(model, bench.folder, plan, progress=False)
-    synchronize()
-    marks.append(perf_counter())
-    seconds = {step: marks[n + 1] - marks[n] for n, step in enumerate(("skeleton", "plan", "load"))}
-    return Ours(bench, plan, tokens, model, seconds)
-
-
-@contextmanager
-def loaded(bench: Bench, budget: Budget, tokens: int = 1) -> Iterator[Ours]:
-    """A loaded model; its memory and its bits are checked before and its bits again after what is done with it."""
-    overspill.plan(bench.shape.skeleton(), dict(budget))  # measures the link once, which takes device memory
-    memory = DeviceMemory()
-    ours = load(bench, budget, tokens)
-    try:
-        ours.check_bits()
-        ours.check_bits()  # a second time, with what the first pass has fetched ahead
-        ours.peak = memory.peak()
-        ours.describe()
-        yield ours
-        ours.check_bits()
-    finally:
-        ours.model = nn.Module()  # the caller still holds `ours`
-        free()
-
-
-# Peers.
-
-
-def peer(
-    bench: Bench, make: Callable[[], nn.Module], times: int, before: Callable[[], None] = lambda: None
-) -> tuple[Timing, dict[str, object]]:
-    """Time one token of a peer's model, after a pass to warm up."""
-
-    def measure() -> tuple[Timing, dict[str, object]]:
-        model = make()
-        details: dict[str, object] = {
-            "peer's same bits": bench.same_bits(model),
-            "peer's offloaded, GB": offloaded_bytes(model, bench.state) / GB,
-        }
-        samples: list[float] = []
-        for _ in range(times):
-            before()
-            samples += repeat(bench.passes(model), 1, warm_up=0).samples
-        return Timing(tuple(samples)), details
-
-    try:
-        return measure()
-    finally:
-        free()
-
-
-# Rows.
+THREE_QUARTERS: Final = 0.85
+"""The same for three quarters."""
+QUARTER: Final = 0.35
+"""The same for one quarter."""
 
 
 def all_resident(bench: Bench) -> Row:
@@ -276,24 +95,45 @@ def _load_times(bench: Bench, times: int, *, warm_up: int, before: Callable[[], 
 
 def all_on_cpu(bench: Bench) -> Row:
     """Everything crosses the link for each token."""
+    row = _all_on_cpu(bench, 1, "cpu", "one token", at_least=8)
+    return replace(row, others={"Diffusers group offloading": _diffusers(bench)})
+
+
+def _diffusers(bench: Bench) -> Timing | str:
+    """Seconds a token with Diffusers' group offloading, or that it is not installed."""
+    try:
+        timing, _ = peer(bench, partial(diffusers_group_offload, bench.folder, bench.shape, DEVICE), 5)
+    except ImportError as missing:
+        return f"not here: {missing}"
+    return timing
+
+
+def short_prompt(bench: Bench) -> Row:
+    """A prompt that computes for less time than the weights need to arrive."""
+    return _all_on_cpu(bench, SHORT, "prompt", f"{SHORT}-token prompt", at_least=6)
+
+
+def _all_on_cpu(bench: Bench, tokens: int, name: str, work: str, *, at_least: float) -> Row:
     rate = bench.link.rate()
-    with loaded(bench, {"cpu": HOST}) as ours:
+    plain = repeat(bench.passes(bench.plain, tokens), 5)
+    with loaded(bench, {"cpu": HOST}, tokens) as ours:
         assert ours.plan.resident_bytes == ours.plan.disk_bytes == 0
-        timing = repeat(ours.run, 15, warm_up=2)
+        timing = repeat(ours.run, 12, warm_up=2)
     rate += bench.link.rate()
-    line = ours.plan.streamed_bytes / rate.best
-    theirs, details = peer(bench, lambda: accelerate_cpu_offload(bench.folder, bench.shape, DEVICE), 3)
+    line = max(plain.median, ours.plan.streamed_bytes / rate.best)
+    make = partial(accelerate_cpu_offload, bench.folder, bench.shape, DEVICE)
+    theirs, details = peer(bench, make, 3, tokens=tokens)
     return Row(
-        name="cpu",
-        what="one token, all weights on the CPU",
+        name=name,
+        what=f"{work}, all weights on the CPU",
         ours=timing,
         line=line,
-        line_is=f"link, {rate}",
+        line_is=f"the longer of the plain model, {plain} s, and the link, {rate}",
         peer=theirs,
         peer_is="Accelerate",
         targets=[
             Check.at_least("≥ 95 % of the line", line / timing.median, 0.95, "%"),
-            Check.at_least("≥ 8 × Accelerate", theirs.median / timing.median, 8),
+            Check.at_least(f"≥ {at_least:.0f} × Accelerate", theirs.median / timing.median, at_least),
         ],
         checks=ours.checks(),
         details=ours.details | {"GB/s": ours.plan.streamed_bytes / timing.median / GB} | details,
@@ -302,16 +142,26 @@ def all_on_cpu(bench: Bench) -> Row:
 
 def half_resident(bench: Bench) -> Row:
     """The other half crosses the link."""
-    budget: Budget = {0: bench.half(), "cpu": HOST}
+    return _partly_resident(bench, HALF, "half", "half")
+
+
+def three_quarters_resident(bench: Bench) -> Row:
+    """A quarter crosses the link."""
+    return _partly_resident(bench, THREE_QUARTERS, "three-quarters", "three quarters")
+
+
+def _partly_resident(bench: Bench, share: float, name: str, part: str) -> Row:
+    budget: Budget = {0: bench.share(share), "cpu": HOST}
     rate = bench.link.rate()
     with loaded(bench, budget) as ours:
-        timing = repeat(ours.run, 20, warm_up=2)
+        assert ours.plan.disk_bytes == 0
+        timing = repeat(ours.run, 15, warm_up=2)
     rate += bench.link.rate()
     line = ours.plan.streamed_bytes / rate.best
-    theirs, details = peer(bench, lambda: accelerate_auto(bench.folder, bench.shape, budget), 3)
+    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 3)
     return Row(
-        name="half",
-        what="one token, half resident",
+        name=name,
+        what=f"one token, {part} resident",
         ours=timing,
         line=line,
         line_is=f"link, {rate}",
@@ -325,7 +175,7 @@ def half_resident(bench: Bench) -> Row:
 
 def adopted(bench: Bench) -> Row:
     """Accelerate's own model, half of it on the CPU, before and after it is adopted."""
-    budget: Budget = {0: bench.half(), "cpu": HOST}
+    budget: Budget = {0: bench.share(HALF), "cpu": HOST}
     rate = bench.link.rate()
     model = accelerate_auto(bench.folder, bench.shape, budget)
     moved = offloaded_bytes(model, bench.state)
@@ -458,7 +308,7 @@ def load_cold(bench: Bench) -> Row:
 
 def half_on_disk(bench: Bench) -> Row:
     """The other half comes from the disk, for each token."""
-    budget: Budget = {0: bench.half()}
+    budget: Budget = {0: bench.share(HALF)}
     drop = partial(drop_caches, bench.files)
     drop()
     rate = direct_rate(bench.files)
@@ -468,7 +318,7 @@ def half_on_disk(bench: Bench) -> Row:
         timing = _cold_passes(ours.run, drop, 5, read)
     rate += direct_rate(bench.files) + direct_rate(bench.files)
     line = ours.plan.streamed_bytes / rate.best
-    theirs, details = peer(bench, lambda: accelerate_auto(bench.folder, bench.shape, budget), 2, before=drop)
+    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 2, before=drop)
     return Row(
         name="disk",
         what="one token, half on disk, cold",
@@ -484,6 +334,67 @@ def half_on_disk(bench: Bench) -> Row:
         details=ours.details
         | {"GB/s": ours.plan.streamed_bytes / timing.median / GB, "disk read, GB": str(read)}
         | details,
+    )
+
+
+def half_on_disk_warm(bench: Bench) -> Row:
+    """The same from the page cache: read with all threads, and copied on as it lands."""
+    budget: Budget = {0: bench.share(HALF)}
+    cached = cached_rate(bench.files) + cached_rate(bench.files)  # the first time brings them there
+    rate = bench.link.rate()
+    read: list[float] = []
+    with loaded(bench, budget) as ours:
+        assert ours.plan.cpu_bytes == 0
+        with _counted(read):
+            timing = of_one(repeat(in_a_row(ours.run), 4))
+    cached += cached_rate(bench.files)
+    rate += bench.link.rate()
+    moved = ours.plan.streamed_bytes
+    line = max(moved / rate.best, moved / cached.best)
+    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 3)
+    return Row(
+        name="disk-warm",
+        what="one token, half on disk, warm",
+        ours=timing,
+        line=line,
+        line_is=f"the slower of the link, {rate}, and the page cache, {cached}",
+        peer=theirs,
+        peer_is="Accelerate",
+        targets=[Check.at_least("≥ 3 × Accelerate", theirs.median / timing.median, 3)],
+        checks=[*ours.checks(), _was_warm(read)],
+        details=ours.details | {"GB/s": moved / timing.median / GB, "disk read, GB": str(read)} | details,
+    )
+
+
+def mixed(bench: Bench) -> Row:
+    """A quarter resident, half in host memory, a quarter on disk: the disk reads while the link copies."""
+    budget: Budget = {0: bench.share(QUARTER), "cpu": bench.share(0.5)}
+    drop = partial(drop_caches, bench.files)
+    drop()
+    direct, link = direct_rate(bench.files), bench.link.rate()
+    read: list[float] = []
+    with loaded(bench, budget) as ours:
+        assert ours.plan.cpu_bytes
+        assert ours.plan.disk_bytes
+        timing = _cold_passes(ours.run, drop, 4, read)
+        cached_rate(bench.files)  # direct reads leave nothing in the page cache
+        warm = of_one(repeat(in_a_row(ours.run), 3))
+    direct += direct_rate(bench.files)
+    link += bench.link.rate()
+    from_disk = ours.from_disk()
+    line = max(from_disk / direct.best, ours.plan.streamed_bytes / link.best)
+    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 2, before=drop)
+    return Row(
+        name="mixed",
+        what="one token, a quarter resident, half on the CPU, a quarter on disk, cold",
+        ours=timing,
+        line=line,
+        line_is=f"the slower of {from_disk / GB:.2f} GB of direct reads, {direct}, and all of it on the link, {link}",
+        peer=theirs,
+        peer_is="Accelerate",
+        targets=[Check.at_least("≥ 80 % of the line", line / timing.median, 0.8, "%")],
+        checks=[*ours.checks(), _was_cold(read, from_disk)],
+        details=ours.details | {"the same, warm, s": str(warm), "disk read, GB": str(read)} | details,
     )
 
 
@@ -522,13 +433,25 @@ def _was_cold(read: list[float], nbytes: int) -> Check:
     return Check(promise, f"{mean:.2f} of {nbytes / GB:.2f} GB", mean * GB >= 0.95 * nbytes)
 
 
+def _was_warm(read: list[float]) -> Check:
+    """The page cache must have had it all."""
+    promise = "none of it read from the disk"
+    if not read:
+        return Check(promise, "not counted here", True)
+    return Check(promise, f"{sum(read):.3f} GB", sum(read) < 0.1)
+
+
 ROWS: Final[Mapping[str, Callable[[Bench], Row]]] = {
     "resident": all_resident,
     "load-warm": load_warm,
     "cpu": all_on_cpu,
+    "prompt": short_prompt,
     "half": half_resident,
+    "three-quarters": three_quarters_resident,
     "adopt": adopted,
     "prefill": prefill,
+    "disk-warm": half_on_disk_warm,
     "load-cold": load_cold,
     "disk": half_on_disk,
+    "mixed": mixed,
 }

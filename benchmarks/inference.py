@@ -21,7 +21,7 @@ import cpu
 from common import LLAMA_2GB, LLAMA_8B, Row, environment, report, table
 from lines import filesystem, on_disk
 
-_HANGS = 180  # seconds after which a row is taken to hang; where its threads stand is printed, and all is over
+_HANGS = 300  # seconds after which a row is taken to hang; where its threads stand is printed, and all is over
 
 
 def main() -> int:
@@ -32,17 +32,19 @@ def main() -> int:
         cpu.child(arguments.child, shape, Path(arguments.folder))
         return 0
     candidates = [Path(arguments.folder)] if arguments.folder else [Path(tempfile.gettempdir()), Path.cwd()]
-    parent = on_disk(candidates, (20 if arguments.gpu else 6) << 30)
+    parent = on_disk(candidates, (20 if arguments.gpu else 8) << 30)
     facts = environment() | {"file system": f"{filesystem(parent)} at {parent}", "layers": shape.layers}
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="overspill-", dir=parent) as folder:
         if arguments.gpu:
             import gpu  # needs a device
+            from gpu_bench import Bench
 
-            bench = gpu.Bench(shape, Path(folder))
+            bench = Bench(shape, Path(folder))
             rows = {name: partial(row, bench) for name, row in gpu.ROWS.items()}
         else:
-            rows = {"disk": partial(cpu.all_on_disk, shape, Path(folder))}
+            on_cpu = cpu.Bench(shape, Path(folder))
+            rows = {name: partial(row, on_cpu) for name, row in cpu.ROWS.items()}
         return _run(rows, arguments.rows, facts, arguments.out, arguments.limit)
 
 

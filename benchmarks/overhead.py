@@ -1,0 +1,197 @@
+"""What overspill costs where it has nothing to move: its import, its plans, and a model that fits.
+
+    PYTHONPATH=src python3 benchmarks/overhead.py --out results.json
+
+Runs on any machine in about a minute. Ends with status 1 when a promise was not kept.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from accelerate import infer_auto_device_map
+from common import Check, Row, Timing, alternate, environment, repeat, report, table, time_once
+from torch import nn
+
+import overspill
+
+IMPORT_LIMIT: Final = 0.3
+"""Seconds beyond torch's own import."""
+PLAN_LIMIT: Final = 2.0
+"""Seconds for the largest of these models."""
+PLANNED: Final = (1_000, 10_000, 50_000)
+"""Tensors of a model that is planned."""
+TENSORS_A_BLOCK: Final = 10
+LAYERS: Final = 300
+"""Of the model that fits: small ones, so that whatever is done a layer shows."""
+IN_A_ROW: Final = 10
+"""Passes on the clock at once, since one takes less than a millisecond."""
+
+
+# Import.
+
+
+def importing(times: int) -> Row:
+    """`import overspill` after `import torch`, in fresh processes."""
+    program = (
+        "import time; start = time.perf_counter(); import torch; between = time.perf_counter(); import overspill; "
+        "print(between - start, time.perf_counter() - between)"
+    )
+    found = [_seconds_printed(program) for _ in range(times + 1)][1:]  # the first one compiles, and warms the disk up
+    torches, ours = (Timing(tuple(samples)) for samples in zip(*found, strict=True))
+    return Row(
+        name="import",
+        what="import overspill, beyond torch",
+        ours=ours,
+        targets=[Check.at_most(f"≤ {IMPORT_LIMIT} s", ours.median, IMPORT_LIMIT, "s")],
+        details={"import torch, s": str(torches)},
+    )
+
+
+def _seconds_printed(program: str) -> list[float]:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return [float(word) for word in done.stdout.split()]
+
+
+# Plans.
+
+
+class Block(nn.Module):
+    """Ten matrices that move as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in range(TENSORS_A_BLOCK):
+            self.add_module(f"part{part}", nn.Linear(512, 512, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def stack_of(tensors: int) -> nn.Module:
+    """A skeleton with so many tensors."""
+    with overspill.empty_weights():
+        return nn.Sequential(*(Block() for _ in range(tensors // TENSORS_A_BLOCK)))
+
+
+def planning(times: int) -> list[Row]:
+    """Plans of ever larger models for a GPU, which need not be there: some of it on each tier.
+
+    Whether the time is linear is asked with Python's garbage collector off: what that takes depends on all objects of
+    the process, ours or not.
+    """
+    rows: list[Row] = []
+    a_tensor: list[float] = []
+    for tensors in PLANNED:
+        model = stack_of(tensors)
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        budget: dict[int | str, int] = {0: nbytes // 3, "cpu": nbytes // 3}
+        plan = partial(overspill.plan, model, budget, device=0)
+        ours = repeat(plan, times)
+        a_tensor.append(_without_collector(plan, times).median / tensors)
+        automatic = partial(infer_auto_device_map, model, {"cpu": nbytes // 2}, no_split_module_classes=["Block"])
+        theirs = repeat(automatic, 1, warm_up=0)  # one is enough: with the largest model it takes seconds
+        rows.append(
+            Row(
+                name=f"plan-{tensors}",
+                what=f"plan a model of {tensors:,} tensors",
+                ours=ours,
+                peer=theirs,
+                peer_is="Accelerate",
+                targets=_plan_targets(ours, a_tensor) if tensors == PLANNED[-1] else [],
+                details={
+                    "a tensor, µs": ours.median / tensors * 1e6,
+                    "a tensor without the garbage collector, µs": a_tensor[-1] * 1e6,
+                },
+            )
+        )
+    return rows
+
+
+def _without_collector(run: Callable[[], object], times: int) -> Timing:
+    gc.collect()
+    gc.disable()
+    try:
+        return Timing(tuple(time_once(run) for _ in range(times)))
+    finally:
+        gc.enable()
+
+
+def _plan_targets(largest: Timing, a_tensor: Sequence[float]) -> list[Check]:
+    return [
+        Check.at_most(f"≤ {PLAN_LIMIT:.0f} s", largest.median, PLAN_LIMIT, "s"),
+        Check.at_most(f"linear: a tensor ≤ 1.5 × as much as with {PLANNED[0]:,}", a_tensor[-1] / a_tensor[0], 1.5),
+    ]
+
+
+# A model that fits.
+
+
+def resident(times: int) -> Row:
+    """A forward through many small layers, all of them where they compute, beside the plain model's."""
+    torch.set_num_threads(1)  # a pool of threads would cost more than the layers, and not the same twice
+    plain = nn.Sequential(*(nn.Linear(32, 32) for _ in range(LAYERS))).eval()
+    with tempfile.TemporaryDirectory(prefix="overspill-") as folder:
+        overspill.save(plain, folder, progress=False)
+        with overspill.empty_weights():
+            ours = nn.Sequential(*(nn.Linear(32, 32) for _ in range(LAYERS))).eval()
+        plan = overspill.plan(ours, {"cpu": "1GB"}, device="cpu")
+        assert plan.streamed_bytes == 0
+        overspill.load(ours, folder, plan, progress=False)
+    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        same_bits = torch.equal(ours(x), plain(x))
+        timing, plains = alternate(_passes(ours, x), _passes(plain, x), times)
+    timing, plains = (Timing(tuple(s / IN_A_ROW for s in each.samples)) for each in (timing, plains))
+    return Row(
+        name="resident",
+        what=f"forward through {LAYERS} small layers, all resident, on the CPU",
+        ours=timing,
+        line=plains.median,
+        line_is=f"the plain model, {plains} s",
+        targets=[Check.at_most("≤ 1.01 × the plain model", timing.median / plains.median, 1.01)],
+        checks=[Check("same bits as the plain model", "yes" if same_bits else "no", same_bits)],
+        details={"fastest pass over the plain model's fastest": min(timing.samples) / min(plains.samples)},
+    )
+
+
+def _passes(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(IN_A_ROW):
+            model(x)
+
+    return run
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--out", help="a JSON file for all figures")
+    arguments = parser.parse_args()
+    facts = environment()
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
+    start = time.perf_counter()
+    quick = arguments.quick
+    rows = [importing(3 if quick else 7), *planning(3 if quick else 5), resident(100 if quick else 500)]
+    print("\n" + "\n\n".join(report(row) for row in rows))
+    print(f"\n{table(rows)}\n\nall of it took {time.perf_counter() - start:.0f} s")
+    if arguments.out:
+        results: Mapping[str, Any] = {"environment": facts, "rows": [row.as_json() for row in rows]}
+        Path(arguments.out).write_text(json.dumps(results, indent=2))
+    return int(any(not check.met for row in rows for check in row.all_checks))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
