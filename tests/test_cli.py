@@ -116,9 +116,10 @@ def config_70b(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans and pages are the same wherever the tests run."""
-    monkeypatch.setattr(devices, "accelerators", list)
+def _no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and pages are the same wherever the tests run, but for those that are about a GPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(devices, "accelerators", list)
 
 
 # The help and the exit codes.
@@ -458,11 +459,11 @@ def test_a_name_of_the_hub_without_a_network_is_told(tmp_path: Path, monkeypatch
 # Run.
 
 
-def resident(folder: Path, **options: Any) -> str:
+def resident(folder: Path, device: str = "cpu", **options: Any) -> str:
     """What the model writes when all of it is in memory."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = aligned(LlamaForCausalLM.from_pretrained(folder))
-    inputs = tokenizer(PROMPT, return_tensors="pt")
+    model: Any = aligned(LlamaForCausalLM.from_pretrained(folder)).to(device)
+    inputs = tokenizer(PROMPT, return_tensors="pt").to(device)
     written = model.generate(**inputs, max_new_tokens=10, pad_token_id=1, **options)
     text: str = tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return text
@@ -478,6 +479,15 @@ def test_the_text_is_the_resident_models(llama: Path, budget: str) -> None:
     assert ran["first_token_seconds"] > 0
     assert ran["peak_device_bytes"] is None
     assert bool(ran["disk_bytes"]) == (budget != "cpu=1GiB")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", ["disk", "cpu=1GiB"])
+def test_on_a_gpu_the_text_is_the_resident_models_there(llama: Path, budget: str) -> None:
+    ran = answer("run", llama, "--prompt", PROMPT, "--max-memory", budget, "--max-new-tokens", 10, "--device", 0)
+    assert ran["text"] == resident(llama, "cuda:0", do_sample=False)
+    assert ran["peak_device_bytes"] > 0
+    assert bool(ran["disk_bytes"]) == (budget == "disk")
 
 
 def test_what_the_model_remembers_of_the_text_is_within_the_budget(llama: Path) -> None:
@@ -765,6 +775,15 @@ def test_a_bench_puts_each_figure_beside_its_line_and_leaves_no_file(tmp_path: P
     for figure in works.values():
         assert figure["of_line"] == pytest.approx(figure["line_seconds"] / figure["median_seconds"])
         assert len(figure.get("accelerate_seconds", [])) == (len(figure["seconds"]) if peer else 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_bench_on_a_gpu_measures_its_link(tmp_path: Path) -> None:
+    measured = answer("bench", "--size", "64MiB", "--folder", tmp_path, "--device", 0, "--peer", "accelerate")
+    assert measured["bytes_per_second"]["link"] > 0
+    assert any("in CPU memory" in figure["work"] for figure in measured["figures"]), measured["figures"]
+    assert all(figure["median_seconds"] > 0 for figure in measured["figures"])
     assert list(tmp_path.iterdir()) == []
 
 
