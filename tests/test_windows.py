@@ -1,6 +1,8 @@
 """How large windows are, and that what they keep is brought once."""
 
 import dataclasses
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,13 @@ import torch
 from torch import nn
 
 import overspill
+from overspill.checkpoint.index import SourceFile
+from overspill.checkpoint.reader import FileReader
+from overspill.devices import CPU
 from overspill.plan import Tier
+from overspill.slab import Window
 from overspill.store import DiskStore, HostStore
+from overspill.transfer import Fetch, Piece, Transfer
 from overspill.units import Unit
 from overspill.windows import ample_window, kept_in_window
 from support import Block, aligned, placed, run, save_checkpoint
@@ -110,3 +117,27 @@ def test_what_the_window_keeps_is_brought_once_and_its_edits_are_seen(
             assert torch.equal(model(x), run(reference, x))
     assert fetched[large["first"]] == 1
     assert fetched[block] >= 4 * 8
+
+
+def test_a_fetch_is_finished_only_when_nobody_works_on_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.transfer.CHUNK", 1024)
+    (tmp_path / "bytes").write_bytes(bytes(4096))
+    window, transfer = Window(4096, CPU), Transfer(CPU)
+    slab = window.take(4096)
+    assert slab is not None
+    queued, first = Fetch.part_queued, threading.Event()
+
+    def slow(self: Fetch, *args: Any) -> None:
+        queued(self, *args)
+        if not first.is_set():  # the others go on, and the last of them is done long before this thread
+            first.set()
+            time.sleep(0.2)
+
+    monkeypatch.setattr(Fetch, "part_queued", slow)
+    piece = Piece(SourceFile.at(tmp_path / "bytes"), 0, torch.uint8, slab.memory)
+    fetch = transfer.from_disk([piece], FileReader())
+    del slab, piece
+    fetch.wait()
+    assert window.free_bytes() == 4096

@@ -74,7 +74,8 @@ class Fetch:
     ) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._left = parts
+        self._left = parts  # to be queued
+        self._held = parts  # whose memory somebody still works on
         self._done = threading.Event()
         self._arrived: torch.Event | None = None
         self._uses = uses
@@ -86,8 +87,8 @@ class Fetch:
         if parts == 0:
             self._done.set()
 
-    def part_queued(self, stream: torch.Stream | None, nbytes: int, error: BaseException | None = None) -> bool:
-        """Called once a part, behind the part's copy on `stream`. Whether it was the last."""
+    def part_queued(self, stream: torch.Stream | None, nbytes: int, error: BaseException | None = None) -> None:
+        """Called once a part, behind the part's copy on `stream`."""
         with self._lock:
             self._left -= 1
             self.nbytes_done += nbytes
@@ -98,10 +99,14 @@ class Fetch:
             self._arrived = record_event(self._device, stream)
             if self._uses is not None and self._arrived is not None:
                 self._uses.append(self._arrived)  # whoever overwrites these bytes next waits for it, also if cancelled
-        return last
 
-    def finish(self) -> None:
-        self._done.set()
+    def part_let_go(self) -> None:
+        """Called once a part, when it is queued and nobody holds its memory any more: that is free once all is done."""
+        with self._lock:
+            self._held -= 1
+            done = self._held == 0
+        if done:
+            self._done.set()
 
     def cancel(self) -> None:
         """Nobody wants the rest: parts that have not started are skipped."""
@@ -251,7 +256,7 @@ class Transfer:
                 for offset, source in sources:
                     slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
         fetch.part_queued(stream, nbytes)
-        fetch.finish()
+        fetch.part_let_go()
         return fetch
 
     def from_disk(
@@ -441,10 +446,9 @@ class _ChunkRead:
                 transfer.land(piece, self._reader, self._what)
         except BaseException as failure:  # it belongs to the call that needs the data, not to this thread
             error = _without_frames(failure)
-        last = fetch.part_queued(transfer.disk_stream, nbytes, error)
-        del piece, self._piece  # before the fetch ends: whoever waits for it may count on the memory being free
-        if last:
-            fetch.finish()
+        fetch.part_queued(transfer.disk_stream, nbytes, error)
+        del piece, self._piece
+        fetch.part_let_go()
 
 
 def _without_frames(error: BaseException) -> BaseException:
