@@ -20,7 +20,7 @@ from overspill.errors import BudgetError, PlanError, SaveError
 from overspill.plan import Plan, Rates, Tier
 from overspill.planner import Budget, make_plan, plan_within, read_budget
 from overspill.tensors import tensor_groups
-from overspill.units import Cut, Unit, cutter, root_needs
+from overspill.units import Cut, Cutter, Unit, root_needs
 from overspill.windows import least_window
 
 CPU, GPU, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
@@ -264,7 +264,7 @@ def test_a_given_window_is_an_error_when_nothing_streams():
 
 def test_blocks_that_do_not_fit_are_cut_into_their_children(no_gpu):
     model = model_of_blocks()
-    block = cutter(model)(None).units[0].nbytes
+    block = Cutter(model)(None).units[0].nbytes
     plan = make_plan(model, {0: block - 1, "cpu": "1GiB"}, device="cuda:0")
     assert {placement.unit.name for placement in plan.placements} >= {"0.up", "0.down"}
     assert plan.bytes_on(GPU) <= block - 1
@@ -273,7 +273,7 @@ def test_blocks_that_do_not_fit_are_cut_into_their_children(no_gpu):
 def test_blocks_that_do_fit_stay_whole_where_others_are_cut(no_gpu):
     with torch.device("meta"):
         model = nn.Sequential(Block(64), Block(8), Block(8))
-    large = cutter(model)(None).units[0].nbytes
+    large = Cutter(model)(None).units[0].nbytes
     plan = make_plan(model, {0: large - 1, "cpu": "1GiB"}, device="cuda:0")
     assert {"0.up", "0.down", "1", "2"} <= {placement.unit.name for placement in plan.placements}
 
@@ -288,7 +288,7 @@ def test_where_a_block_is_cut_all_the_room_is_window():
 
 def test_a_window_smaller_than_a_block_cuts_it(no_gpu):
     model = model_of_blocks()
-    block = cutter(model)(None).units[0].nbytes
+    block = Cutter(model)(None).units[0].nbytes
     plan = make_plan(model, {"cpu": "1GiB"}, device="cuda:0", window=block - 1)
     assert plan.window <= block - 1
     assert max(root_needs(placement.unit for placement in plan.placements).values()) <= plan.window
@@ -574,7 +574,7 @@ def test_more_memory_never_offloads_more_however_small_it_is_for_the_blocks(data
         model: Any = nn.Sequential(*(Block(data.draw(st.sampled_from([8, 16, 32]))) for _ in range(4)))
     if data.draw(st.booleans()):
         model[2].up.weight = model[2].down.weight
-    cut_within = cutter(model)
+    cut_within = Cutter(model)
     total = sum(unit.nbytes for unit in cut_within(None).units)
     left_out: list[int] = []
     for device in sorted(data.draw(st.lists(st.integers(256, total), min_size=2, max_size=6))):

@@ -12,7 +12,7 @@ from torch import nn
 from overspill.config import MIB
 from overspill.errors import PlanError
 from overspill.tensors import tensor_groups
-from overspill.units import Cut, Unit, cut, cut_by, cutter, root_needs
+from overspill.units import Cut, Cutter, Unit, cut, cut_by, root_needs
 from overspill.windows import in_a_row, least_window, usual_window
 
 LARGE = 1024  # a square float32 matrix of this width takes 4 MiB
@@ -336,7 +336,7 @@ def test_a_model_without_tensors_has_no_units():
 
 def test_a_cutter_measures_once_and_cuts_like_cut():
     model = Net()
-    cut_within = cutter(model)
+    cut_within = Cutter(model)
     for limit in (None, 700, 2000):
         assert cut_within(limit) == cut(model, limit=limit)
 

@@ -21,8 +21,8 @@ from overspill import devices
 from overspill.config import DEVICE_ALIGNMENT, GIB, format_size, parse_size
 from overspill.errors import BudgetError, PlanError
 from overspill.plan import Placement, Plan, Rates, Tier, as_device, as_place
-from overspill.tensors import tensor_groups
-from overspill.units import Cut, Unit, cutter, root_needs
+from overspill.tensors import TensorGroup
+from overspill.units import Cut, Cutter, Unit, root_needs
 from overspill.windows import USUAL_DEPTH, ample_window, in_a_row, least_window, neediest, usual_window
 
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many are taken
@@ -52,16 +52,15 @@ def make_plan(
 ) -> Plan:
     """Plan `model` within `max_memory`: see `overspill.plan`. `cache` is kept free beside the headroom."""
     budget = read_budget(max_memory, headroom=headroom, cache=cache, device=device)
-    cut_within = cutter(model, no_split_modules=no_split_modules, dtype=dtype)
+    cut_within = Cutter(model, no_split_modules=no_split_modules, dtype=dtype)
     size = None if window is None else parse_size(window, what="window") // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT
     plan = plan_within(budget, cut_within, window=size, rates=Rates.assumed(budget.device), dtype=dtype)
-    _refuse_wrappers(model, plan)
+    _refuse_wrappers(cut_within.groups, plan)
     return replace(plan, rates=Rates.of(budget.device)) if plan.streamed_bytes else plan
 
 
-def _refuse_wrappers(model: nn.Module, plan: Plan) -> None:
+def _refuse_wrappers(groups: Mapping[str, TensorGroup], plan: Plan) -> None:
     """Quantized weights are often tensors around tensors, whose bytes are not where a tensor's bytes are."""
-    groups = tensor_groups(model)
     for placement in plan.placements:
         if placement.tier is Tier.DEVICE:
             continue

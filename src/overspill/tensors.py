@@ -1,9 +1,8 @@
 """What a tensor is without its values, and which tensors a module holds, each tie counted once."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -79,8 +78,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):  # there are as many as tensors, and nothing that cannot be changed is made faster
     """One spot where a tensor hangs in the module tree: `module._parameters[name]` or `module._buffers[name]`."""
 
     module: nn.Module
@@ -88,7 +86,7 @@ class Place:
     path: str
 
 
-@dataclass
+@dataclass(slots=True)
 class TensorGroup:
     """One tensor and every place that shows it: ties are one group, so they are counted, moved and stored once."""
 
@@ -117,22 +115,31 @@ def tensor_groups(model: nn.Module) -> dict[str, TensorGroup]:
     A module that hangs at two paths shows its tensors at both, so a checkpoint may store either name.
     """
     groups: dict[int, TensorGroup] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for place, tensor, kind, persistent in _own_tensors(module, path):
-            group = groups.setdefault(id(tensor), TensorGroup(tensor, kind, persistent))
-            group.persistent |= persistent
-            group.places.append(place)
-    return {group.name: group for group in groups.values()}
+    waiting = [("", model)]  # a list, since generators in generators are slow where there are many modules
+    while waiting:
+        prefix, module = waiting.pop()
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                _note(groups, parameter, "parameter", True, Place(module, name, prefix + name))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                persistent = name not in module._non_persistent_buffers_set
+                _note(groups, buffer, "buffer", persistent, Place(module, name, prefix + name))
+        children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+        waiting += reversed(children)
+    return {group.places[0].path: group for group in groups.values()}
 
 
-def _own_tensors(
-    module: nn.Module, path: str
-) -> Iterator[tuple[Place, torch.Tensor, Literal["parameter", "buffer"], bool]]:
-    prefix = f"{path}." if path else ""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield Place(module, name, prefix + name), parameter, "parameter", True
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            persistent = name not in module._non_persistent_buffers_set
-            yield Place(module, name, prefix + name), buffer, "buffer", persistent
+def _note(
+    groups: dict[int, TensorGroup],
+    tensor: torch.Tensor,
+    kind: Literal["parameter", "buffer"],
+    persistent: bool,
+    place: Place,
+) -> None:
+    group = groups.get(id(tensor))
+    if group is None:
+        groups[id(tensor)] = TensorGroup(tensor, kind, persistent, [place])
+    else:
+        group.persistent |= persistent
+        group.places.append(place)

@@ -12,7 +12,7 @@ Note: what becomes what.
 
 import difflib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,26 +67,32 @@ def cut(
     dtype: torch.dtype | None = None,
 ) -> Cut:
     """Cut `model` into units. A root that needs more than `limit` bytes at once is cut into its children."""
-    return cutter(model, no_split_modules=no_split_modules, dtype=dtype)(limit)
+    return Cutter(model, no_split_modules=no_split_modules, dtype=dtype)(limit)
 
 
-def cutter(
-    model: nn.Module, *, no_split_modules: Collection[str] | None = None, dtype: torch.dtype | None = None
-) -> Callable[[int | None], Cut]:
+class Cutter:
     """`cut` for several limits: the model is measured once."""
-    tree = _Tree(model, no_split_modules, dtype)
 
-    def cut_within(limit: int | None) -> Cut:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        no_split_modules: Collection[str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._tree = _Tree(model, no_split_modules, dtype)
+        self.groups: Mapping[str, TensorGroup] = self._tree.groups
+
+    def __call__(self, limit: int | None) -> Cut:
         opened: set[str] = set()
         while True:
-            found = tree.cut(opened)
+            found = self._tree.cut(opened)
             needs = {} if limit is None else root_needs(found.units)
-            more = {root for root, need in needs.items() if limit is not None and need > limit and tree.can_open(root)}
+            large = {root for root, need in needs.items() if limit is not None and need > limit}
+            more = {root for root in large if self._tree.can_open(root)}
             if not more:
                 return found
             opened |= more
-
-    return cut_within
 
 
 def cut_by(
@@ -186,11 +192,11 @@ class _Tree:
                 f"weights cannot be cast to {dtype}. Give a floating-point dtype, or None to keep each one's"
             )
         self._model = model
-        self._groups = tensor_groups(model)
-        self._sizes = {name: slab_size(group, dtype) for name, group in self._groups.items()}
+        self.groups = tensor_groups(model)
+        self._sizes = {name: slab_size(group, dtype) for name, group in self.groups.items()}
         self._moves = {
             id(group.tensor): self._sizes[name]
-            for name, group in self._groups.items()
+            for name, group in self.groups.items()
             if group.kind == "parameter" or self._sizes[name] >= SMALL_TENSOR or id(group.tensor) in moving
         }
         self._whole = sum(self._sizes.values())
@@ -212,7 +218,7 @@ class _Tree:
         self._walk("", self._model, roots, root=None, block_floor=None)
         together: dict[tuple[tuple[str, ...], Hashable], list[str]] = defaultdict(list)
         stays: set[str] = set()
-        for name, group in self._groups.items():
+        for name, group in self.groups.items():
             place = home if where is None else where[name]
             needed_by = roots.needing(group)
             if id(group.tensor) not in self._moves or (not needed_by and self._sizes[name] < SMALL_TENSOR):
@@ -226,7 +232,7 @@ class _Tree:
         parts = [(needed_by, names) for (needed_by, _), names in together.items() if names[0] not in stays]
         return Cut(
             units=self._units(parts),
-            stays=tuple(name for name in self._groups if name in stays),
+            stays=tuple(name for name in self.groups if name in stays),
             stays_nbytes=sum(self._sizes[name] for name in stays),
         )
 
@@ -244,11 +250,11 @@ class _Tree:
             return min(inner, key=len, default=root)
 
         together: dict[tuple[tuple[str, ...], str], list[str]] = defaultdict(list)
-        for name in (name for name in self._groups if name in moving):
-            found = (root_of(place) for place in self._groups[name].places)
+        for name in (name for name in self.groups if name in moving):
+            found = (root_of(place) for place in self.groups[name].places)
             needed_by = tuple(dict.fromkeys(root for root in found if root is not None))
             together[needed_by, "" if needed_by else name].append(name)
-        stays = [name for name in self._groups if name not in moving]
+        stays = [name for name in self.groups if name not in moving]
         return Cut(
             units=self._units([(needed_by, names) for (needed_by, _), names in together.items()]),
             stays=tuple(stays),
@@ -273,7 +279,7 @@ class _Tree:
                 roots=roots,
                 tensors=tuple(tensors),
                 nbytes=sum(self._sizes[tensor] for tensor in tensors),
-                compute=float(sum(_compute(self._groups[tensor]) for tensor in tensors)),
+                compute=float(sum(_compute(self.groups[tensor]) for tensor in tensors)),
             )
         return tuple(named.values())
 

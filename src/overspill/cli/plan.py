@@ -21,7 +21,7 @@ from overspill.integrations.transformers import cache_bytes
 from overspill.plan import Plan, Rates, Tier, as_device, as_place
 from overspill.planner import Budget as Capacities
 from overspill.planner import plan_within
-from overspill.units import cutter
+from overspill.units import Cutter
 
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
@@ -98,7 +98,7 @@ def plan_for(
             raise BudgetError(f"the cache of {format_size(cache)} leaves nothing of {d}. Give it more")
         capacity[d] -= cache
     budget = Capacities(device=main, capacity=capacity, headroom=dict.fromkeys(named, cache) if cache else {})
-    return plan_within(budget, cutter(model), rates=Rates.assumed(main))
+    return plan_within(budget, Cutter(model), rates=Rates.assumed(main))
 
 
 def verdict(made: Plan) -> str:

@@ -17,7 +17,7 @@ from overspill.errors import BudgetError, PlanError
 from overspill.plan import Plan, Rates, Tier, as_device, as_place
 from overspill.planner import Budget, plan_within, read_budget
 from overspill.tensors import tensor_groups
-from overspill.units import cutter
+from overspill.units import Cutter
 from overspill.windows import least_window, usual_window
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class _Sizes:
         if special or (cast is not None and not cast.is_floating_point):
             model, cast = stand_in(model, cast, special), None
         self._dtype = cast
-        self._cut_within = cutter(model, no_split_modules=blocks, dtype=cast)
+        self._cut_within = Cutter(model, no_split_modules=blocks, dtype=cast)
 
     def plan(self, memory: Memory) -> Plan:
         """What rests where. An accelerator that is given nothing has no part in it; disk has no limit."""
