@@ -345,6 +345,12 @@ def test_runs_that_touch_in_their_source_are_one() -> None:
     assert [(run.offset, run.numel) for run in found.runs or ()] == [(0, 36)]
 
 
+@pytest.mark.parametrize("make", [lambda a: a.t(), lambda a: a.transpose(0, 1).unsqueeze(0), lambda a: a.view(-1)])
+def test_dimensions_of_one_break_no_run(make: Make) -> None:
+    (found,) = check(make, (1, rearranging._FEW_RUNS + 1))
+    assert [(run.offset, run.numel) for run in found.runs or ()] == [(0, rearranging._FEW_RUNS + 1)]
+
+
 def test_many_short_runs_are_none_and_many_long_ones_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     def columns(a: torch.Tensor) -> torch.Tensor:
         return a[:, :3]
