@@ -53,7 +53,14 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_save.py::test_an_interrupt_at_any_step",
     ),
     "checkpoint/rearranging.py": ("checkpoint/test_rearranging.py",),
-    "checkpoint/conversion.py": ("checkpoint/test_rearranging.py", "test_conversions.py"),
+    "checkpoint/conversion.py": (
+        "test_conversions.py::test_the_models_own_form",
+        "test_conversions.py::test_what_is_fused_or_cut_is_read_where_it_lies",
+        "test_conversions.py::test_what_lies_in_another_order_is_converted_once",
+        "test_conversions.py::test_transposed_experts_of_old_checkpoints",
+        "test_conversions.py::test_a_cast_on_the_way",
+        "test_conversions.py::test_one_form_over_the_other_in_place",
+    ),
 }
 """The tests, of those in tests/, that a file of src/overspill answers to: they are about it, and take seconds."""
 
