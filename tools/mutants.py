@@ -39,7 +39,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "training/test_races.py",
         "test_run.py",
         "test_windows.py",
-        "test_tracing.py",
         "test_contract.py",
         "faults/test_random_sequences.py",
     ),
@@ -54,6 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoint/rearranging.py": ("checkpoint/test_rearranging.py",),
     "checkpoint/conversion.py": (
+        "checkpoint/test_conversion.py",
         "test_conversions.py::test_the_models_own_form",
         "test_conversions.py::test_what_is_fused_or_cut_is_read_where_it_lies",
         "test_conversions.py::test_what_lies_in_another_order_is_converted_once",
@@ -104,6 +104,7 @@ class Mutating:
 
     def _measure(self, session: pytest.Session) -> Baseline:
         noted = self._source.with_suffix(".baseline")
+        noted.write_text("the run of all tests")
 
         def work() -> bool:
             watch = coverage.Coverage(data_file=None, include=[str(self._source)], config_file=False)
@@ -114,12 +115,15 @@ class Mutating:
                 watch.switch_context(item.nodeid)
                 run([item], session)
                 seconds[item.nodeid] = time.monotonic() - start
+                if session.testsfailed:
+                    noted.write_text(item.nodeid)
+                    return False
             watch.stop()
             noted.write_text(repr((seconds, watch.get_data().contexts_by_lineno(str(self._source)))))
-            return session.testsfailed == 0
+            return True
 
         if in_a_child(work) is not True:
-            raise pytest.UsageError(f"the tests of {self._source.name} fail as it is")
+            raise pytest.UsageError(f"{noted.read_text()} fails without any change to {self._source.name}")
         return Baseline(*ast.literal_eval(noted.read_text()))
 
     def _survives(
