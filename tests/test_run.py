@@ -172,6 +172,26 @@ def test_blocks_that_are_skipped_or_reordered_between_passes(twins: Twins) -> No
         assert_same(model, reference, torch.randn(2, 32), order, passes=2)
 
 
+def test_while_a_block_computes_those_behind_it_are_on_their_way(tier: str, twins: Twins) -> None:
+    model, _ = twins(Chooses)
+    units = {unit.name: unit for unit in streamed_units(model)}
+    seen: dict[int, set[str]] = {}
+
+    def look(index: int) -> Callable[..., None]:
+        return lambda *_: seen.update({index: {name for name, unit in units.items() if unit.slab is not None}})
+
+    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        block.up.register_forward_pre_hook(look(index))
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(2, 32), list(range(6)))
+    streamed = [index for index in range(6) if f"blocks.{index}" in units]
+    ahead = 1 if tier == "mixed" else 2  # the window has room for three; of two sources, the disk's next may be far
+    for at, index in enumerate(streamed):
+        coming = [streamed[(at + step) % len(streamed)] for step in range(ahead + 1)]
+        assert seen[index] >= {f"blocks.{block}" for block in coming}
+
+
 def test_skips_across_the_model(twins: Twins) -> None:
     assert_same(*twins(UNet), torch.randn(2, 32))
 

@@ -37,6 +37,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "residency.py": (
         "training/test_schedule.py",
         "training/test_races.py",
+        "training/test_offload_training.py::test_a_block_comes_once_for_its_forward_and_once_for_its_backward",
+        "training/test_offload_training.py::test_a_backward_finds_its_units_fetched_ahead",
+        "training/test_offload_training.py::test_a_pass_without_gradients_leaves_the_learned_order_alone",
         "test_run.py",
         "test_windows.py",
         "test_contract.py",
