@@ -67,6 +67,35 @@ class Chooses(nn.Module):
         return x
 
 
+class Link(nn.Module):
+    """A block that calls the next one in the middle of its own forward."""
+
+    def __init__(self, following: "Link | None") -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.following = [following]  # in a list, so that it is no child: each block is a unit of its own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.up(x))
+        if self.following[0] is not None:
+            x = self.following[0](x)
+        return self.down(self.up(x))
+
+
+class Chain(nn.Module):
+    """Blocks that are all in use at once when the last of them runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        links: list[Link] = []
+        for _ in range(6):
+            links.insert(0, Link(links[0] if links else None))
+        self.blocks = nn.ModuleList(links)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
 class UNet(nn.Module):
     """Down and up again, with skips."""
 
@@ -190,6 +219,14 @@ def test_while_a_block_computes_those_behind_it_are_on_their_way(tier: str, twin
     for at, index in enumerate(streamed):
         coming = [streamed[(at + step) % len(streamed)] for step in range(ahead + 1)]
         assert seen[index] >= {f"blocks.{block}" for block in coming}
+
+
+def test_calls_within_calls_that_need_more_than_the_window_do_not_wait_for_themselves(
+    twins: Twins, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, reference = twins(Chain)
+    assert_same(model, reference, torch.randn(2, 32))
+    assert "outside it" in caplog.text
 
 
 def test_skips_across_the_model(twins: Twins) -> None:
