@@ -37,7 +37,19 @@ from overspill.errors import (
 from overspill.managed import managed
 from overspill.plan import Tier
 from overspill.transfer import Transfer
-from support import TIERS, Block, Net, Where, aligned, loaded, narrow, placed, run_program, save_checkpoint
+from support import (
+    TIERS,
+    Block,
+    Net,
+    Where,
+    aligned,
+    loaded,
+    narrow,
+    placed,
+    run_program,
+    save_checkpoint,
+    streamed_units,
+)
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -331,6 +343,24 @@ def test_device_memory_is_free_whenever_no_forward_runs(tier: str) -> None:
     assert abs(torch.cuda.memory_allocated() - full) < 0.02 * size
     with torch.no_grad():
         assert torch.equal(model(x), expected)
+
+
+def test_the_window_is_given_back_after_each_call_and_each_backward(where: Where, model: Net) -> None:
+    where.offload(model)
+    manager = managed(model)
+    assert manager is not None
+    x = IDS.to(where.device)
+
+    def assert_given_back() -> None:
+        assert all(residency.window._arena is None for residency in manager.residencies)
+        assert all(unit.slab is None for unit in streamed_units(model))
+
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+        assert_given_back()
+        train_step(model, x)
+        assert_given_back()
 
 
 # ---------------------------------------------------------------- parameters are themselves throughout

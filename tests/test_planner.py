@@ -249,6 +249,11 @@ def test_a_given_window_that_nothing_fits_says_how_much_would():
         planned(whole(*blocks(8)), 0, window=512)
 
 
+def test_a_given_window_that_is_large_enough_is_not_what_is_too_small():
+    with pytest.raises(BudgetError, match=r"512 B on cuda:0 is 512 bytes too little: it must hold a window of 1\.00"):
+        planned(whole(*blocks(8)), 512, window=1024)
+
+
 def test_a_given_window_larger_than_the_budget_is_an_error():
     with pytest.raises(BudgetError, match=r"2\.00 KiB on cuda:0 is 1024 bytes too little.*Give cuda:0 3072 bytes"):
         planned(whole(*blocks(8)), 2048, window=3072)

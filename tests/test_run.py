@@ -67,6 +67,35 @@ class Chooses(nn.Module):
         return x
 
 
+class Link(nn.Module):
+    """A block that calls the next one in the middle of its own forward."""
+
+    def __init__(self, following: "Link | None") -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.following = [following]  # in a list, so that it is no child: each block is a unit of its own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.up(x))
+        if self.following[0] is not None:
+            x = self.following[0](x)
+        return self.down(self.up(x))
+
+
+class Chain(nn.Module):
+    """Blocks that are all in use at once when the last of them runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        links: list[Link] = []
+        for _ in range(6):
+            links.insert(0, Link(links[0] if links else None))
+        self.blocks = nn.ModuleList(links)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
 class UNet(nn.Module):
     """Down and up again, with skips."""
 
@@ -170,6 +199,34 @@ def test_blocks_that_are_skipped_or_reordered_between_passes(twins: Twins) -> No
     model, reference = twins(Chooses)
     for order in ([0, 1, 2, 3, 4, 5], [0, 2, 4], [5, 4, 3, 2, 1, 0], [3], [1, 1, 1], [0, 1, 2, 3, 4, 5], [2, 0, 5, 1]):
         assert_same(model, reference, torch.randn(2, 32), order, passes=2)
+
+
+def test_while_a_block_computes_those_behind_it_are_on_their_way(tier: str, twins: Twins) -> None:
+    model, _ = twins(Chooses)
+    units = {unit.name: unit for unit in streamed_units(model)}
+    seen: dict[int, set[str]] = {}
+
+    def look(index: int) -> Callable[..., None]:
+        return lambda *_: seen.update({index: {name for name, unit in units.items() if unit.slab is not None}})
+
+    for index, block in enumerate(model.blocks):  # type: ignore[arg-type]
+        block.up.register_forward_pre_hook(look(index))
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.randn(2, 32), list(range(6)))
+    streamed = [index for index in range(6) if f"blocks.{index}" in units]
+    ahead = 1 if tier == "mixed" else 2  # the window has room for three; of two sources, the disk's next may be far
+    for at, index in enumerate(streamed):
+        coming = [streamed[(at + step) % len(streamed)] for step in range(ahead + 1)]
+        assert seen[index] >= {f"blocks.{block}" for block in coming}
+
+
+def test_calls_within_calls_that_need_more_than_the_window_do_not_wait_for_themselves(
+    twins: Twins, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, reference = twins(Chain)
+    assert_same(model, reference, torch.randn(2, 32))
+    assert "outside it" in caplog.text
 
 
 def test_skips_across_the_model(twins: Twins) -> None:

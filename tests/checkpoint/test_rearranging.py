@@ -345,6 +345,12 @@ def test_runs_that_touch_in_their_source_are_one() -> None:
     assert [(run.offset, run.numel) for run in found.runs or ()] == [(0, 36)]
 
 
+@pytest.mark.parametrize("make", [lambda a: a.t(), lambda a: a.transpose(0, 1).unsqueeze(0), lambda a: a.view(-1)])
+def test_dimensions_of_one_break_no_run(make: Make) -> None:
+    (found,) = check(make, (1, rearranging._FEW_RUNS + 1))
+    assert [(run.offset, run.numel) for run in found.runs or ()] == [(0, rearranging._FEW_RUNS + 1)]
+
+
 def test_many_short_runs_are_none_and_many_long_ones_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     def columns(a: torch.Tensor) -> torch.Tensor:
         return a[:, :3]
@@ -371,20 +377,34 @@ def test_what_blocks_share_is_read_once(make: Make) -> None:
     assert set(sources.read.values()) == {1}
 
 
-def test_rows_that_lie_behind_each_other_are_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block for every two rows, which lie too far apart to be read together: each would be requests of its own."""
-    monkeypatch.setattr(rearranging, "_READ_AT_ONCE", 30 * 4)
-    sources = Sources([(40, 3)])
-    (weight,) = sources.traced()
-    found = rearranged(weight.view(2, 20, 3).transpose(0, 1).reshape(40, 3))
+def reads_of(found: Rearrangement, sources: Sources) -> list[tuple[int, int]]:
+    """The elements that are asked for to fill a tensor, request by request."""
     reads = []
 
     def elements(source: str, start: int, stop: int) -> torch.Tensor:
         reads.append((start, stop))
         return sources.elements(source, start, stop)
 
-    found.fill(torch.empty(40, 3), elements)
-    assert reads == [(0, 30), (30, 60), (60, 90), (90, 120)]
+    found.fill(torch.empty(found.spec.shape), elements)
+    return reads
+
+
+def test_rows_that_lie_behind_each_other_are_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block for every two rows, which lie too far apart to be read together: each would be requests of its own."""
+    monkeypatch.setattr(rearranging, "_READ_AT_ONCE", 30 * 4)
+    sources = Sources([(40, 3)])
+    (weight,) = sources.traced()
+    found = rearranged(weight.view(2, 20, 3).transpose(0, 1).reshape(40, 3))
+    assert reads_of(found, sources) == [(0, 30), (30, 60), (60, 90), (90, 120)]
+
+
+def test_a_block_is_cut_only_where_it_is_too_large_and_then_into_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Sources([(16, 16)])
+    (weight,) = sources.traced()
+    monkeypatch.setattr(rearranging, "_READ_AT_ONCE", 64 * 4)
+    assert reads_of(rearranged(weight.t()), sources) == [(0, 64), (64, 128), (128, 192), (192, 256)]
+    assert reads_of(rearranged(weight[12:].t()), sources) == [(192, 256)]
+    assert reads_of(rearranged(weight[12:, 4:8].t()), sources) == [(196, 248)]
 
 
 @pytest.mark.parametrize("make", [interleaved, lambda a: a.t(), lambda a: a.reshape(-1), lambda a: a.reshape(3, 40)])

@@ -213,8 +213,6 @@ def _run_length(box: Box, shape: Shape) -> int:
 
 def _runs(box: Box, length: int, spec: TensorSpec) -> Iterator[tuple[int, Run]]:
     """The runs of a box, each with its position in the tensor."""
-    if box.numel == 0:
-        return
     ours = row_major(spec.shape)
     first = sum(start * stride for start, stride in zip(box.start, ours, strict=True))
     outer, covered = len(box.shape), 1
