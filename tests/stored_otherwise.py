@@ -176,6 +176,12 @@ RESNET = Form(  # running statistics, and a count of batches in int64
     converts=False,
 )
 
+
+def _since_it_is_there(name: str, form: Callable[[], Form]) -> list[Form]:
+    """A form that older versions of Transformers do not have."""
+    return [form()] if hasattr(hf, name) else []
+
+
 FORMS = [
     MIXTRAL,
     Form(
@@ -225,23 +231,28 @@ FORMS = [
     ),
     ERNIE_VL,
     NOMIC_BERT,
-    Form("gte", hf.GteModel, _of(hf.GteConfig, **_ENCODER), _TEXT, gathers=True),
+    *_since_it_is_there(
+        "GteModel", lambda: Form("gte", hf.GteModel, _of(hf.GteConfig, **_ENCODER), _TEXT, gathers=True)
+    ),
     STEP_VISION,
-    Form(  # a projection that is split in uneven parts
-        "molmo2-text",
-        hf.Molmo2TextModel,
-        _of(
-            hf.Molmo2TextConfig,
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
+    *_since_it_is_there(
+        "Molmo2TextModel",
+        lambda: Form(  # a projection that is split in uneven parts
+            "molmo2-text",
+            hf.Molmo2TextModel,
+            _of(
+                hf.Molmo2TextConfig,
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=40,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+            ),
+            _TEXT,
+            gathers=True,
         ),
-        _TEXT,
-        gathers=True,
     ),
     Form(  # three convolutions in one
         "olmo-hybrid",

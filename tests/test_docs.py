@@ -26,6 +26,7 @@ SHOW_SECONDS = ("run", "bench")  # of what these commands print, the first line 
 NOT_RUN = {
     "make demo": "builds an environment and fetches a model; tests/test_demo.py runs the program",
     "make test": "runs this",
+    "make bench": "takes minutes, and gigabytes of disk; tests/test_benchmarks.py runs its parts",
     "PYTHONPATH=src python3 benchmarks/inference.py --gpu": "needs a GPU, and minutes",
     "PYTHONPATH=src python3 benchmarks/inference.py --cpu": "takes gigabytes and minutes",
 }

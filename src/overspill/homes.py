@@ -124,8 +124,8 @@ class _Home:
             if func in _INERT or func in _DEVICE_GETTERS:
                 return func(*args, **kwargs)
             leaves, shape = tree_flatten((args, kwargs))
-            target = _device_of_others(leaves) or device
-            if func in _READERS or (target != CPU and not _edits(func)):
+            if func in _READERS or (device != CPU and not _edits(func)):
+                target = _device_of_others(leaves) or device
                 leaves = [leaf.read_on(target) if isinstance(leaf, _Home) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, shape)
             else:

@@ -269,13 +269,14 @@ class Transfer:
     ) -> Fetch:
         """Read `pieces` with the reader threads, each chunk copied on as it lands.
 
-        Where the targets lie in `slab`, the copies wait for the slab's last users.
+        Where the targets lie in `slab`, the copies wait for the slab's last users. Else they wait for what the current
+        stream was asked to do so far: torch's allocator gives memory that such work may still use.
         """
         chunks = [chunk for piece in pieces for chunk in piece.chunks()]
         nbytes = sum(piece.nbytes for piece in pieces)
         fetch = Fetch(self.device, len(chunks), nbytes, uses=None if slab is None else slab.uses)
-        if slab is not None:
-            _wait_all(self._disk_copies, slab.overwrite_after)
+        made = None if slab is not None else record_event(self.device)
+        _wait_all(self._disk_copies, slab.overwrite_after if slab is not None else [] if made is None else [made])
         for chunk in chunks:
             _readers().submit(priority, _ChunkRead(self, chunk, reader, fetch, "" if slab is None else slab.name))
         return fetch

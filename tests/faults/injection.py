@@ -196,6 +196,11 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def python_threads() -> list[threading.Thread]:
+    """The threads that Python code has started. Autograd's, which torch starts for a device, are not among them."""
+    return [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+
+
 def fill_ring(device: str) -> None:
     """Have the pinned chunks that a process makes when it needs them, and keeps."""
     if device == "cpu":

@@ -1,7 +1,6 @@
 """A thousand forwards, hundreds of loads and restores: memory, descriptors and threads stay as they were."""
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 import overspill
-from faults.injection import anonymous_bytes, descriptors, fill_ring
+from faults.injection import anonymous_bytes, descriptors, fill_ring, python_threads
 from overspill.devices import HostPages
 from support import Net, aligned, loaded, run, save_checkpoint
 
@@ -46,7 +45,7 @@ def _frozen(device: str) -> Iterator[None]:
 def held() -> tuple[int, int, int]:
     gc.collect()
     pages = sum(type(thing) is HostPages for thing in gc.get_objects())
-    return pages, len(descriptors()), threading.active_count()
+    return pages, len(descriptors()), len(python_threads())
 
 
 def assert_flat(work: Callable[[], None], *, rounds: int, allowed: int) -> None:

@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import overspill
-from faults.injection import HARD, Faults, descriptors, fill_ring, install
+from faults.injection import HARD, Faults, descriptors, fill_ring, install, python_threads
 from overspill.checkpoint import open_checkpoint
 from overspill.checkpoint.publishing import INDEX
 from overspill.devices import HostPages
@@ -70,7 +69,7 @@ def held() -> tuple[int, int, int, int]:
     """Pieces of page-aligned memory, bytes of it that are pinned, open files, threads."""
     gc.collect()
     pages = sum(type(thing) is HostPages for thing in gc.get_objects())
-    return pages, pinned_bytes(), len(descriptors()), threading.active_count()
+    return pages, pinned_bytes(), len(descriptors()), len(python_threads())
 
 
 def step_there(parameter: nn.Parameter, device: torch.device) -> None:

@@ -71,7 +71,9 @@ class Rates:
 
 def bench(
     context: typer.Context,
-    size: Annotated[int, typer.Option(parser=parse_bytes, metavar="SIZE", help="Bytes of weights, random.")] = "512MiB",  # type: ignore[assignment]  # as people write it
+    size: Annotated[
+        int, typer.Option("--size", parser=parse_bytes, metavar="SIZE", help="Bytes of weights, random.")
+    ] = "512MiB",  # type: ignore[assignment]  # as people write it
     folder: Annotated[
         Path | None,
         typer.Option(

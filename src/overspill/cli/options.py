@@ -74,7 +74,8 @@ def _set_debug(context: typer.Context, value: bool) -> bool:
 
 MaxMemory = Annotated[
     Budget | None,
-    typer.Option(
+    typer.Option(  # named, here and wherever there is a metavar: typer 0.27 takes that for the name otherwise
+        "--max-memory",
         parser=parse_budget,
         metavar="BUDGET",
         help=f"Memory for weights: {_EXAMPLE}. What is not named gets none, and 'disk' alone means that everything is "
@@ -85,6 +86,7 @@ MaxMemory = Annotated[
 Device = Annotated[
     Any | None,  # int | str, which typer would not take, parser or not
     typer.Option(
+        "--device",
         parser=parse_device,
         metavar="DEVICE",
         help="Where to compute: 0, cuda:1, cpu. Left out: the first GPU, or the CPU.",

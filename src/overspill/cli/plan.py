@@ -51,7 +51,7 @@ def plan(
     plot: Annotated[
         Path | None,
         typer.Option(
-            parser=lambda text: _picture(Path(text)), metavar="FILE", help="Draw it, too.", show_default=False
+            "--plot", parser=lambda text: _picture(Path(text)), metavar="FILE", help="Draw it, too.", show_default=False
         ),
     ] = None,
     as_json: Json = False,

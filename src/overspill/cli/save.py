@@ -24,7 +24,7 @@ def save(
     source: Annotated[Path, typer.Argument(help="A checkpoint: a folder, an index.json, or a file of weights.")],
     destination: Annotated[Path, typer.Argument(help="A folder: new, empty, or with a checkpoint to replace.")],
     max_shard_size: Annotated[
-        int, typer.Option(parser=parse_bytes, metavar="SIZE", help="Bytes of tensors in one file.")
+        int, typer.Option("--max-shard-size", parser=parse_bytes, metavar="SIZE", help="Bytes of tensors in one file.")
     ] = "5GB",  # type: ignore[assignment]  # as people write it, for the help; it is parsed, too
     dtype: Annotated[
         torch.dtype | None,
