@@ -1,6 +1,7 @@
 """Ways in which people call models: every one streams, and gives the bits of the resident model."""
 
 import collections
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from overspill.managed import managed
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -227,6 +229,28 @@ def test_calls_within_calls_that_need_more_than_the_window_do_not_wait_for_thems
     model, reference = twins(Chain)
     assert_same(model, reference, torch.randn(2, 32))
     assert "outside it" in caplog.text
+
+
+def test_threads_whose_calls_within_calls_share_a_window_wait_and_go_on(twins: Twins) -> None:
+    model, reference = twins(Chain)
+    x = torch.randn(2, 32)
+    expected = run(reference, x)
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        with torch.no_grad():
+            found.extend(model(x) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 15
+    assert all(torch.equal(output, expected) for output in found)
+    manager = managed(model)
+    assert manager is not None
+    assert [residency._running for residency in manager.residencies] == [0] * len(manager.residencies)
 
 
 def test_skips_across_the_model(twins: Twins) -> None:
