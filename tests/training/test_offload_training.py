@@ -340,11 +340,23 @@ def test_activations_that_will_not_fit_in_host_memory_are_told_by_the_first_bloc
     overspill.offload_training(model)  # with no memory that an earlier step has left
     free[0] = 3 * each
     monkeypatch.setattr(Activations, "unused_bytes", 0)
-    with pytest.raises(BudgetError, match=r"activations of 7 blocks .* blocks\.0 left .* the 6 behind it .* layers=4"):
+    with pytest.raises(
+        BudgetError, match=r"activations of 7 blocks .* blocks\.0 left .* the 6 like it behind it .* layers=4"
+    ):
         loss_of(model, batch)
     assert called == [0], "nothing was computed in vain"
     free[0] = 10**9
     plainly(model, batch, 0)
+
+
+def test_a_block_says_nothing_of_blocks_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64)) for width in (512, 64, 64))
+    )
+    overspill.offload_training(model, layers=["0", "1"])
+    monkeypatch.setattr("overspill.training.host_room.free_memory", lambda device: 0)
+    model(torch.randn(128, 64)).sum().backward()
+    assert activations_of(model).nbytes_sent > 0
 
 
 def test_a_block_that_does_another_thing_when_recomputed_is_named(device: str) -> None:

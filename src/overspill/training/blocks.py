@@ -180,5 +180,5 @@ class BlockScope:
         if self._watched is not None:
             self._watched()
         if self._sent_before is not None and output is not None:
-            self._block.room.called(self._block.name, self._block.activations.nbytes_sent - self._sent_before)
+            self._block.room.check(self._block.name, self._block.activations.nbytes_sent - self._sent_before)
         return output

@@ -43,16 +43,8 @@ class StepScope:
 class OffloadedTraining:
     """What leads the calls of a model's blocks while it trains. Lives in the model's manager."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[Block],
-        room: HostRoom,
-        *,
-        frozen_only: bool,
-        double_buffering: bool,
-    ) -> None:
-        self.model, self.blocks, self._room = model, list(blocks), room
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], *, frozen_only: bool, double_buffering: bool) -> None:
+        self.model, self.blocks = model, list(blocks)
         self._frozen_only, self._double_buffering = frozen_only, double_buffering
         self.optimizers: OptimizerWatch | None = None
         """Of the model, where its parameters move."""
@@ -66,8 +58,6 @@ class OffloadedTraining:
     def begin_step(self) -> None:
         """A call of the whole model begins."""
         trains = torch.is_grad_enabled() and running_backward() is None
-        if trains:
-            self._room.begin_step()
         if self.measurement is not None and trains and self.measurement.begin_step():
             self.measurement = None
 
@@ -122,9 +112,10 @@ def offload_for_training(
     saved = Activations(device, limits, to_disk=activations == "disk")
     mode = _MODES[bool(activations), recompute or memory is not None]
     watched = paths if memory is None else find_blocks(model)
-    room = HostRoom(saved, len(watched))
-    blocks = [Block(path, model.get_submodule(path), mode, saved, room) for path in watched]
-    training = OffloadedTraining(model, blocks, room, frozen_only=weights == "disk", double_buffering=double_buffering)
+    modules = {path: model.get_submodule(path) for path in watched}
+    room = HostRoom(saved, modules)
+    blocks = [Block(path, module, mode, saved, room) for path, module in modules.items()]
+    training = OffloadedTraining(model, blocks, frozen_only=weights == "disk", double_buffering=double_buffering)
     if memory is not None:
         allowed = list(Mode) if activations else [Mode.KEEP, Mode.RECOMPUTE]
         training.measurement = Measurement(blocks, parse_size(memory, what="memory"), allowed)
