@@ -2582,3 +2582,29 @@ def test_a_block_offloaded_by_itself_keeps_running_when_its_model_is_gone(where:
     gc.collect()
     with or_an_error_that_names("safetensors"):
         assert_right(block, twin, x)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_an_index_that_a_killed_process_had_begun_is_no_obstacle(share: float, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    overspill.offload(model, to="disk", folder=tmp_path, min_bytes=0)
+    (index,) = tmp_path.rglob("index.json")
+    content = index.read_bytes()
+    overspill.restore(model, delete=True)
+    index.parent.mkdir(parents=True)
+    begun = index.with_name("index.json.partial")
+    begun.write_bytes(content[: int(share * len(content))])
+    overspill.offload(model, to="disk", folder=tmp_path, min_bytes=0)
+    assert index.read_bytes() == content
+    assert not begun.exists()
+
+
+def test_an_index_that_somebody_else_had_begun_is_left_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    (tmp_path / "0").mkdir()
+    begun = tmp_path / "0" / "index.json.partial"
+    begun.write_text('{"made by": "somebody')
+    with pytest.raises(OffloadFolderError, match="was not made by overspill for module '0'"):
+        overspill.offload(model, to="disk", folder=tmp_path, min_bytes=0)
+    assert begun.read_text() == '{"made by": "somebody'
+    assert type(model[0].weight) is nn.Parameter

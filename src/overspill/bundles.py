@@ -362,13 +362,23 @@ class _Draft:
                     problem = "is not a folder"
                 elif not is_own(status):
                     problem = "was made by another user"
-                elif any(self._folder.iterdir()) and not _read_index(self._folder).items() >= self._owner.items():
+                elif not (self._is_hardly_begun() or self._owner.items() <= _read_index(self._folder).items()):
                     problem = f"was not made by overspill for module {self._module!r} of this model"
                 else:
                     return
             except FileNotFoundError:
                 return
         raise OffloadFolderError(f"{self._folder} is in the way: it {problem}. Pass another folder, or move it away")
+
+    def _is_hardly_begun(self) -> bool:
+        """Whether it is empty, or whoever began to write this module there was killed in the middle of its index."""
+        entries = list(self._folder.iterdir())
+        begun = self._folder / (_INDEX + _NEW)
+        if entries != [begun]:
+            return not entries
+        content = _content_of_own(begun)
+        beginning = json.dumps(self._owner).encode()[:-1]  # more follows
+        return content is not None and content[: len(beginning)] == beginning[: len(content)]
 
     def write_aside(self) -> None:
         """Write both files under passing names. The index first: it tells whose folder this is if we are killed."""
@@ -497,19 +507,21 @@ def _remove_if_empty(folder: Path) -> None:
 def _read_index(folder: Path) -> dict[str, object]:
     """The index in a module's folder, or the one that a run that was killed was writing; empty if it is not ours."""
     for name in (_INDEX, _INDEX + _NEW):
-        try:
-            descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return {}
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode) and is_own(status):
-                document = _parsed(file.read(MAX_HEADER))
-                return document if document.items() >= _MADE_BY.items() else {}
-        return {}
+        if os.path.lexists(folder / name):
+            document = _parsed(_content_of_own(folder / name) or b"")
+            return document if document.items() >= _MADE_BY.items() else {}
     return {}
+
+
+def _content_of_own(path: Path) -> bytes | None:
+    """What a file of this user's has in it; None if it is another's, or no file. Links are not followed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        return file.read(MAX_HEADER) if stat.S_ISREG(status.st_mode) and is_own(status) else None
 
 
 def _parsed(content: bytes) -> dict[str, object]:
