@@ -1,6 +1,8 @@
 """Several threads offload, run and restore parts of one model at once: right bits, no failure, no deadlock."""
 
 import copy
+import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -415,3 +417,21 @@ def test_threads_move_and_run_models_of_their_own(where: Where) -> None:
     for seed in range(4):
         crew.add(work, seed)
     crew.run()
+
+
+def test_nothing_is_collected_while_threads_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection in the middle of that is a deadlock on Python before 3.12.4."""
+    look, collecting = sys._current_frames, list[bool]()
+
+    def looking() -> Any:
+        collecting.append(gc.isenabled())
+        return look()
+
+    monkeypatch.setattr(sys, "_current_frames", looking)
+    assert gc.isenabled()
+    model = aligned(Net())
+    overspill.offload(model, to="disk")
+    overspill.restore(model, delete=True)
+    assert collecting
+    assert not any(collecting)
+    assert gc.isenabled()

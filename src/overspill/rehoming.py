@@ -12,11 +12,13 @@ Inside torch, a thread may use a tensor's body or memory without holding it: wha
 `let_go`, which waits until every thread that may be in there has come out.
 """
 
+import gc
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -172,12 +174,28 @@ def let_go(patience: float = 0.5) -> None:
     _taken.clear()
 
 
+_looking = threading.Lock()
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """What each thread executes. Without the garbage collector: before Python 3.12.4, a collection in the middle of it
+    lets other threads run, which may wait for the lock that it holds, and nobody goes on."""
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _computing_threads() -> dict[int, tuple[int, int]]:
     """The threads that may be inside torch, and the step of its program that each is at.
 
     Inside torch without the interpreter's lock, a thread runs. One that sleeps waits for something, or for the lock.
     """
-    frames = sys._current_frames()
+    frames = _current_frames()
     return {
         thread.ident: (id(frame), frame.f_lasti)
         for thread in threading.enumerate()
