@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import overspill
 from overspill.checkpoint import open_checkpoint, writer
+from overspill.checkpoint.publishing import _Publication
 from overspill.errors import (
     BudgetError,
     CheckpointChangedError,
@@ -33,7 +34,7 @@ from overspill.errors import (
 )
 from overspill.homes import DiskTensor
 from overspill.tensors import TensorSpec
-from support import Block, aligned, loaded, run_program, save_checkpoint
+from support import Block, Net, aligned, loaded, run_program, save_checkpoint
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ALL_TIERS = ["device", "cpu", "disk", "mixed"]
@@ -1263,3 +1264,39 @@ def test_an_edit_after_the_state_dict_was_made_is_in_it(model: nn.Module, refere
     edited_in_place(model)
     edited_in_place(reference)
     assert_same(state, state_of(reference))
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", 20_000])
+@pytest.mark.parametrize("step", ["_sync", "_remove_old", "_use_usual_names"])
+def test_a_model_whose_save_over_its_source_could_not_clear_up_goes_on_with_the_new_files(
+    step: str, shard_size: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = aligned(Net()).eval()
+    save_checkpoint(twin, tmp_path)
+    model = loaded(Net, tmp_path, "disk")
+    with torch.no_grad():
+        for net in (model, twin):
+            net.get_parameter("embed.weight").mul_(0.5)
+    clear_up = _Publication.clear_up
+
+    def failing(self: _Publication) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Publication, step, full)
+            clear_up(self)
+
+    def full(self: _Publication) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Publication, "clear_up", failing)
+        if step == "_use_usual_names" and shard_size == "1GB":
+            overspill.save(model, tmp_path, max_shard_size=shard_size, progress=False)  # has none
+        else:
+            with pytest.raises(SaveError, match="The new checkpoint stands; save again to clear up"):
+                overspill.save(model, tmp_path, max_shard_size=shard_size, progress=False)
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model(ids), twin(ids))
+    overspill.save(model, tmp_path, progress=False)
+    assert not [path.name for path in tmp_path.iterdir() if "overspill" in path.name]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["embed.weight"], twin.get_parameter("embed.weight"))

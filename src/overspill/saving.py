@@ -181,8 +181,7 @@ def save_model(
         _open_files_of(model)
         with Progress(total, progress, "saving") as bar:
             save = _Save(outputs, bar)
-            spots = publish(Path(folder), shards, save.fill)
-        save.follow(spots)
+            publish(Path(folder), shards, save.fill, save.follow)
 
 
 class _Save:

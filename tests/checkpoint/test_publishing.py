@@ -45,7 +45,9 @@ def nothing_to_fill_with(writer: SafetensorsWriter, name: str) -> None:
 
 
 def put(folder: Path, values: Tensors, files: int = 1) -> dict[str, Any]:
-    return publish(folder, layouts(values, files), filling(values))
+    spots: dict[str, tuple[SourceFile, int]] = {}
+    publish(folder, layouts(values, files), filling(values), spots.update)
+    return spots
 
 
 def files_in(folder: Path) -> set[str]:

@@ -34,10 +34,18 @@ _CHECKPOINTS: Final = (_SHARD, ".bin", ".pt", ".pth", "config.json", ".index.jso
 _SLACK: Final = 4 * MIB  # for an index and the file system's own needs
 
 Fill = Callable[[SafetensorsWriter, str], None]
+Spots = dict[str, tuple[SourceFile, int]]
+"""Where tensors lie: a file, and the first byte in it."""
 
 
-def publish(folder: Path, shards: Sequence[FileLayout], fill: Fill) -> dict[str, tuple[SourceFile, int]]:
-    """Make `shards` the checkpoint in `folder`; `fill` writes one tensor. Returns where each tensor lies now."""
+def publish(
+    folder: Path, shards: Sequence[FileLayout], fill: Fill, stands: Callable[[Spots], object] = lambda spots: None
+) -> None:
+    """Make `shards` the checkpoint in `folder`; `fill` writes one tensor.
+
+    `stands` is told where each tensor lies once the new checkpoint stands, also if clearing up fails then: the old one
+    may be gone.
+    """
     _check_target(folder)
     with _explained(f"cannot make the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +57,13 @@ def publish(folder: Path, shards: Sequence[FileLayout], fill: Fill) -> dict[str,
         except BaseException:
             publication.abandon()
             raise
-        return publication.spots()
+        try:
+            publication.clear_up()
+        except BaseException:
+            publication.abandon()
+            raise
+        finally:
+            stands(publication.spots())
 
 
 def _check_target(folder: Path) -> None:
@@ -144,7 +158,7 @@ class _Publication:
     # In place.
 
     def put_in_place(self) -> None:
-        """The one step that counts, and what follows it."""
+        """The one step that counts."""
         with _explained(f"putting the checkpoint in place in {self._folder} failed"):
             self._sync()
             if INDEX in self._old:  # the list of what is to go outlives it
@@ -154,6 +168,9 @@ class _Publication:
             else:
                 self._write_index(self._aside)
                 self._index_aside.replace(self._folder / INDEX)
+
+    def clear_up(self) -> None:
+        """Let go of the old checkpoint, and of names that were for the meantime."""
         with _explained(f"clearing up in {self._folder} failed", "The new checkpoint stands; save again to clear up"):
             self._sync()
             self._remove_old()
@@ -210,15 +227,21 @@ class _Publication:
         old = {name for name in (WHOLE, INDEX) if (self._folder / name).is_file()}
         return old.union(_shards_of(self._folder / INDEX)) if INDEX in old else old
 
-    def spots(self) -> dict[str, tuple[SourceFile, int]]:
+    def spots(self) -> Spots:
         """Where each tensor lies now."""
-        names = [WHOLE] if len(self._shards) == 1 else self._aside
         return {
             tensor: (source, layout.offsets[tensor])
-            for name, layout in zip(names, self._shards, strict=True)
-            for source in (SourceFile.at(self._folder / name),)
+            for path, layout in zip(self._paths(), self._shards, strict=True)
+            for source in (SourceFile.at(path),)
             for tensor in layout.specs
         }
+
+    def _paths(self) -> list[Path]:
+        if len(self._shards) == 1:
+            return [self._folder / WHOLE]
+        # Whoever was interrupted while shards got their usual names has some under the one, some under the other.
+        pairs = zip(self._aside, self._names, strict=True)
+        return [self._folder / (aside if (self._folder / aside).exists() else name) for aside, name in pairs]
 
 
 def _shards_of(index: Path) -> set[str]:
