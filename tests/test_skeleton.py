@@ -21,10 +21,12 @@ from overspill.skeleton import empty_weights
 
 
 @pytest.fixture(autouse=True)
-def _no_hook_is_left_behind() -> Iterator[None]:
+def _one_hook_of_each_kind_stays() -> Iterator[None]:
+    with empty_weights():
+        pass
     yield
-    assert not torch_module._global_parameter_registration_hooks
-    assert not torch_module._global_buffer_registration_hooks
+    assert len(torch_module._global_parameter_registration_hooks) == 1
+    assert len(torch_module._global_buffer_registration_hooks) == 1
 
 
 class Tagged(nn.Parameter):
@@ -254,6 +256,29 @@ def test_a_thread_that_leaves_its_context_does_not_end_anothers() -> None:
         own = nn.Linear(2, 2)
     assert other.weight.is_meta
     assert own.weight.is_meta
+
+
+def test_a_context_may_end_while_another_thread_registers_a_parameter() -> None:
+    registering, ended = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        registering.set()
+        assert ended.wait(60)
+
+    hook = torch_module.register_module_parameter_registration_hook(wait)  # type: ignore[arg-type]
+    context = empty_weights()
+    context.__enter__()
+    built: list[nn.Module] = []
+    thread = threading.Thread(target=lambda: built.append(nn.Linear(2, 2, bias=False)))
+    thread.start()
+    try:
+        assert registering.wait(60)
+        context.__exit__(None, None, None)
+    finally:
+        ended.set()
+        thread.join()
+        hook.remove()
+    assert [is_real(module) for module in built] == [True]
 
 
 def test_threads_in_and_out_of_contexts_do_not_disturb_each_other() -> None:

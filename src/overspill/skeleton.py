@@ -14,7 +14,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # Note: why registration is where tensors go to meta
@@ -59,7 +58,6 @@ def registered_on(device: torch.device, include_buffers: bool = False) -> Iterat
         yield
     finally:
         enclosing.pop()
-        _remove_hooks()
 
 
 @dataclass(frozen=True)
@@ -105,30 +103,20 @@ class _ThreadState(threading.local):
 
 _this_thread = _ThreadState()
 
-# torch's registration hooks are global, so they are in place while any thread is in a context, and each call of them
-# looks at its own thread's contexts.
+# torch's registration hooks are global, so each call of them looks at its own thread's contexts. Once in place they
+# stay: a thread that builds a module goes through them, and fails if another removes them meanwhile.
 _hooks_lock = threading.Lock()
-_hooks_users = 0
-_hooks: list[RemovableHandle] = []
+_hooked = False
 
 
 def _install_hooks() -> None:
-    global _hooks_users
+    global _hooked
     with _hooks_lock:
-        if _hooks_users == 0:
+        if not _hooked:
             # Typed in torch as returning None, documented as returning what to register instead.
-            _hooks.append(register_module_parameter_registration_hook(_on_parameter))  # type: ignore[arg-type]
-            _hooks.append(register_module_buffer_registration_hook(_on_buffer))  # type: ignore[arg-type]
-        _hooks_users += 1
-
-
-def _remove_hooks() -> None:
-    global _hooks_users
-    with _hooks_lock:
-        _hooks_users -= 1
-        if _hooks_users == 0:
-            while _hooks:
-                _hooks.pop().remove()
+            register_module_parameter_registration_hook(_on_parameter)  # type: ignore[arg-type]
+            register_module_buffer_registration_hook(_on_buffer)  # type: ignore[arg-type]
+            _hooked = True
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import overspill
 from overspill.errors import BudgetError, PlanError, StateError
@@ -270,6 +271,28 @@ def test_an_optimizer_of_a_copy_is_found_out_at_its_step() -> None:
     overspill.restore(model)
     plainly(model, next(batches(1, "cpu")), 0)
     optimizer.step()
+
+
+@pytest.mark.parametrize("ends", ["restored", "dropped", "begun"])
+def test_a_training_may_begin_and_end_within_another_optimizers_step(ends: str) -> None:
+    models = [Net()]
+
+    def end(*_: object) -> None:
+        if ends == "restored":
+            overspill.restore(models[0])
+        elif ends == "dropped":
+            models.clear()
+            gc.collect()  # as happens by itself at any allocation
+        else:
+            models.append(Net())
+            overspill.offload_training(models[1], weights=True)
+
+    hook = register_optimizer_step_pre_hook(end)
+    overspill.offload_training(models[0], weights=True)
+    try:
+        torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1).step()
+    finally:
+        hook.remove()
 
 
 def test_optimizers_of_other_models_are_left_alone() -> None:

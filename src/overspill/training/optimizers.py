@@ -1,9 +1,9 @@
 """Optimizers of a model whose weights have moved: what they remember follows, and one of another model is refused."""
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ class OptimizerWatch:
         self._model = weakref.ref(model)
         self._moved: list[tuple[weakref.ref[Optimizer], weakref.ref[torch.Tensor], str, torch.device]] = []
         self._useless: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # whose last step did nothing
-        self._handle = register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
-        weakref.finalize(self, self._handle.remove)  # for a model that is dropped without being restored
+        _watching.begin(self)
 
     def end(self) -> None:
         """Leave optimizers alone, with what they remember back where it was."""
-        self._handle.remove()
+        _watching.end(self)
         for optimizer_of, parameter_of, key, device in self._moved:
             optimizer, parameter = optimizer_of(), parameter_of()
             if optimizer is not None and parameter is not None and key in optimizer.state.get(parameter, {}):
@@ -74,7 +73,36 @@ def _is_of_a_twin(held: Sequence[torch.Tensor], model: nn.Module) -> bool:
     return Counter(map(TensorSpec.of, held)) == Counter(map(TensorSpec.of, trained))
 
 
-def _before_step(watch_of: "weakref.ref[OptimizerWatch]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    watch = watch_of()
-    if watch is not None:
-        watch.look_at(optimizer)
+class _Watching:
+    """The watches there are, told of each step of any optimizer.
+
+    torch knows such hooks globally, and whoever adds or removes one while another thread's optimizer goes through them,
+    or from a garbage collection in the midst of that, makes that optimizer's step fail. So there is one for all
+    watches, which is added for the first and stays: without watches it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hooked = False
+        self._watches: tuple[weakref.ref[OptimizerWatch], ...] = ()  # never changed, only replaced: steps go through it
+
+    def begin(self, watch: OptimizerWatch) -> None:
+        with self._lock:
+            if not self._hooked:
+                register_optimizer_step_pre_hook(self._before_step)
+                self._hooked = True
+            alive = [each for each in self._watches if each() is not None]
+            self._watches = (*alive, weakref.ref(watch))
+
+    def end(self, watch: OptimizerWatch) -> None:
+        with self._lock:
+            self._watches = tuple(each for each in self._watches if each() not in (None, watch))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch_of in self._watches:
+            watch = watch_of()
+            if watch is not None:
+                watch.look_at(optimizer)
+
+
+_watching = _Watching()
