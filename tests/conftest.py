@@ -22,7 +22,10 @@ import hypothesis
 import pytest
 import torch
 
+import support
+from overspill import mapping
 from overspill.checkpoint.reader import FileReader
+from overspill.mapping import MappedPiece
 from overspill.transfer import Transfer
 from support import Where
 
@@ -64,10 +67,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes read from disk and copied from host memory since this was last cleared."""
+    """Bytes read from disk, or mapped, and copied from host memory since this was last cleared."""
     count: Counter[str] = Counter()
     lock = threading.Lock()  # several threads read at once
     read, read_aligned, from_host = FileReader.read, FileReader.read_aligned, Transfer.from_host
+    bring_in = MappedPiece.bring_in
 
     def note(tier: str, nbytes: int) -> None:
         with lock:
@@ -81,14 +85,27 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         note("disk", nbytes)
         return read_aligned(self, file, offset, nbytes, scratch)
 
+    def counting_map(self: MappedPiece) -> None:
+        note("disk", self.nbytes)
+        bring_in(self)
+
     def counting_copy(self: Transfer, sources: Any, slab: Any) -> Any:
         note("cpu", sum(source.nbytes for _, source in sources))
         return from_host(self, sources, slab)
 
     monkeypatch.setattr(FileReader, "read", counting_read)
     monkeypatch.setattr(FileReader, "read_aligned", counting_read_aligned)
+    monkeypatch.setattr(MappedPiece, "bring_in", counting_map)
     monkeypatch.setattr(Transfer, "from_host", counting_copy)
     return count
+
+
+@pytest.fixture
+def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the CPU computes, what is on disk is computed with where it lies, however small it is."""
+    monkeypatch.setattr(support, "DATA_STARTS_AT", 0)
+    monkeypatch.setattr(mapping, "_WORTH_A_RUN", 1)
+    monkeypatch.setattr(mapping, "_WORTH_MAPPING", 0.01)
 
 
 @pytest.fixture(
@@ -101,4 +118,6 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 )
 def where(request: pytest.FixtureRequest) -> Where:
     where: Where = request.param
+    if where == Where("cpu", "disk"):
+        request.getfixturevalue("mapped")  # without gradients, that is
     return where

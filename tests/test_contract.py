@@ -19,9 +19,29 @@ from overspill.managed import managed
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units, window_bytes_in_use
 
 
-@pytest.fixture(params=TIERS)
-def tier(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+CASES = [
+    *(pytest.param((tier, "cpu"), id=f"{tier}-cpu") for tier in [*TIERS, "mapped"]),
+    *(pytest.param((tier, "cuda:0"), id=f"{tier}-cuda", marks=pytest.mark.gpu) for tier in TIERS),
+]
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    tier, device = request.param
+    if tier == "mapped":
+        request.getfixturevalue("mapped")
+        tier = "disk"
+    return tier, device
+
+
+@pytest.fixture
+def tier(case: tuple[str, str]) -> str:
+    return case[0]
+
+
+@pytest.fixture
+def device(case: tuple[str, str]) -> str:
+    return case[1]
 
 
 @pytest.fixture

@@ -353,7 +353,8 @@ def test_the_window_is_given_back_after_each_call_and_each_backward(where: Where
 
     def assert_given_back() -> None:
         assert all(residency.window._arena is None for residency in manager.residencies)
-        assert all(unit.slab is None for unit in streamed_units(model))
+        # What is computed with where it lies on disk takes nothing of the window.
+        assert all(unit.slab is None or unit.mapped is not None for unit in streamed_units(model))
 
     for _ in range(2):
         with torch.no_grad():

@@ -1,7 +1,6 @@
 """What autograd's graph keeps of a streamed unit: ways home for gradients and notes about weights, never a slab."""
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,7 +187,7 @@ class _SavedWeight:
     index: int
     dtype: torch.dtype
     shape: torch.Size
-    offset: int  # in bytes, in the slab
+    offset: int  # in bytes, from where the weight begins
     stride: tuple[int, ...]
     version: int
 
@@ -197,8 +196,10 @@ class _SavedWeight:
             version = self.store.version(self.index)
         if version != self.version:
             refuse_edited(f"an offloaded weight of shape {list(self.shape)} was edited between forward and backward")
-        storage = self.lender.lend().memory.untyped_storage()
-        return _over(storage, self.dtype, self.offset, self.shape, self.stride)
+        slab = self.lender.lend()
+        assert slab.layout is not None
+        start = slab.layout.offsets[self.index] + self.offset
+        return _over(slab.memory.untyped_storage(), self.dtype, start, self.shape, self.stride)
 
 
 class SavedTensor:
@@ -237,7 +238,7 @@ def saving_weights_as_notes(parts: Sequence[tuple[Store, Slab, Lender]]) -> Iter
 
     Only the innermost hooks are called, so everything else is passed on to the hooks around (activation checkpointing).
     """
-    slabs = {slab.memory.untyped_storage()._cdata: (store, lender) for store, slab, lender in parts}
+    slabs = {slab.memory.untyped_storage()._cdata: (store, slab.layout, lender) for store, slab, lender in parts}
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -286,14 +287,11 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _note(tensor: torch.Tensor, store: Store, lender: Lender) -> _SavedWeight:
+def _note(tensor: torch.Tensor, store: Store, layout: Layout | None, lender: Lender) -> _SavedWeight:
+    assert layout is not None
     start = int(tensor.storage_offset()) * tensor.element_size()
-    index = _at(store.layout, start)
+    index = layout.index_at(start)
     with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
         version = store.version(index)
-    return _SavedWeight(store, lender, index, tensor.dtype, tensor.shape, start, tensor.stride(), version)
-
-
-def _at(layout: Layout, start: int) -> int:
-    """Which tensor of a slab lies at a byte of it."""
-    return bisect_right(layout.offsets, start) - 1
+    offset = start - layout.offsets[index]
+    return _SavedWeight(store, lender, index, tensor.dtype, tensor.shape, offset, tensor.stride(), version)

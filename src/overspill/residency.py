@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from overspill.devices import Moment, at_end_of_backward, current_stream, record_event, running_backward
-from overspill.errors import CheckpointError
+from overspill.devices import CPU, Moment, at_end_of_backward, current_stream, record_event, running_backward
+from overspill.errors import CheckpointError, CheckpointReadError
+from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
 from overspill.slab import Slab, Window, extra_slab
@@ -104,7 +105,7 @@ class Residency:
                 use.units.append(unit)
             for unit in root.units:
                 self._drop_outdated(unit, users=1)
-                self._ensure_fetched(unit)
+                self._ensure_fetched(unit, may_map=not with_grad)
             self._prefetch(line)
         self._wait_for(root.path, root.units)
         with self._changed:
@@ -121,10 +122,21 @@ class Residency:
                 self._count_running(-1)
                 use.running = False
             end = record_event(self.device) if use.units else None
-            while use.units:
+            try:
+                self._end_uses(use, end)
+            finally:
+                self._prefetch(self._line())
+                self._changed.notify_all()
+
+    def _end_uses(self, use: "Use", end: torch.Event | None) -> None:
+        failure = None
+        while use.units:
+            try:
                 self._end_use(use.units.pop(), end)
-            self._prefetch(self._line())
-            self._changed.notify_all()
+            except CheckpointError as error:  # a file changed in spite of all: the others' uses end all the same
+                failure = error
+        if failure is not None:
+            raise failure
 
     def _end_use(self, unit: StreamedUnit, end: torch.Event | None) -> None:
         unit.users -= 1
@@ -135,6 +147,8 @@ class Residency:
             unit.unbind()
         if unit.users == 0 and unit.fetch is not None and (not unit.fetch.finished() or unit.fetch.error is not None):
             self._drop(unit)
+        if unit.users == 0:
+            unit.let_go()
 
     def loans(self, use: "Use") -> list[tuple[Store, Slab, Loan]]:
         """What a call computes with, and how its backward gets that again."""
@@ -154,7 +168,8 @@ class Residency:
             unit.users += 1
         try:
             with self._changed:
-                self._ensure_fetched(unit, may_wait=False)  # a forward that is under way may be waiting for us
+                # Without waiting for room: a forward that is under way may be waiting for us.
+                self._ensure_fetched(unit, may_map=False, may_wait=False)
                 self._prefetch(line)
             self._wait_for(root.path, [unit])
             with self._changed:
@@ -186,13 +201,48 @@ class Residency:
             return self._trained
         return self._schedule.line()
 
-    def _ensure_fetched(self, unit: StreamedUnit, *, may_wait: bool = True) -> None:
+    def _ensure_fetched(self, unit: StreamedUnit, *, may_map: bool, may_wait: bool = True) -> None:
+        if may_map:
+            self._hold_mapped(unit)
+        else:
+            self._leave_mapped(unit)
         ready = unit.slab is not None and (unit.fetch is None or unit.fetch.arrived())
         self.counts.count(ready=ready, under_way=unit.slab is not None)
+        if unit.mapped is not None and unit.fetch is None:
+            self._start(unit, unit.mapped, DEMANDED)
         while unit.slab is None:
             slab = self._take(unit, may_wait=may_wait)
             if unit.slab is None:  # taking a slab may wait, and another thread may have been faster
                 self._start(unit, slab, DEMANDED)
+
+    def _hold_mapped(self, unit: StreamedUnit) -> None:
+        """Use a unit where it lies in the page cache, if its files can be kept from changing meanwhile."""
+        slab = self._mapped(unit, users=1)
+        if slab is None or slab.hold():
+            return
+        if unit.users > 1:
+            raise CheckpointReadError(
+                f"a file that {unit.name} is computed from is being opened for writing while other calls use it. "
+                "Call again once that is done"
+            )
+        self._drop(unit)
+
+    def _mapped(self, unit: StreamedUnit, *, users: int) -> MappedSlab | None:
+        """The unit's slab, if it shows files' pages or can be one that does."""
+        if unit.mapped is not None and unit.users == users and unit.mapped.mapping is not unit.store.mapping():
+            self._drop(unit)  # what it shows is no longer where the values are
+        if unit.slab is None and self.device == CPU:
+            unit.slab = unit.store.map()
+        return unit.mapped
+
+    def _leave_mapped(self, unit: StreamedUnit) -> None:
+        """Have a unit in memory of its own, for a backward that comes at nobody knows what time."""
+        if unit.mapped is None:
+            return
+        if unit.users > 1:
+            unit.mapped.make_own()
+        else:
+            self._drop(unit)
 
     def _start(self, unit: StreamedUnit, slab: Slab, priority: int) -> None:
         unit.start(slab, self.transfer, priority)
@@ -245,17 +295,17 @@ class Residency:
             return
         with self._changed:
             self._schedule.end_pass()
-            self._empty()
+            self._empty(mapped=False)  # those take nothing of the window
             self.window.let_go()
 
     def clear(self) -> None:
         """Give up every slab. No call is under way."""
         with self._changed:
-            self._empty()
+            self._empty(mapped=True)
 
-    def _empty(self) -> None:
+    def _empty(self, *, mapped: bool) -> None:
         for unit in self._units:
-            if unit.users == 0 and unit.slab is not None:
+            if unit.users == 0 and unit.slab is not None and (mapped or unit.mapped is None):
                 self._drop(unit)
         while self._draining:
             self._draining.pop().wait_host()
@@ -302,7 +352,7 @@ class Residency:
         slab = self.window.take(unit.nbytes, to_stay=unit.kept)
         if slab is None:
             for other in self._by_worth:
-                if other.slab is not None and other.users == 0 and other not in keep:
+                if other.slab is not None and other.users == 0 and other.mapped is None and other not in keep:
                     self._drop(other)
                     slab = self.window.take(unit.nbytes, to_stay=unit.kept)
                     if slab is not None:
@@ -324,6 +374,7 @@ class Residency:
         """Fetch what comes next, nearest first, while there is room."""
         keep = set(line.last.root.units) if line.last is not None else set()  # a backward's unit has no users
         room = self.window.nbytes - sum(unit.nbytes for unit in keep)
+        may_map = line.last is not None and line.last.phase is Phase.INFERENCE
         for unit in self._ahead(line):
             if unit in keep:
                 continue
@@ -332,11 +383,21 @@ class Residency:
             if room < 0 and not self._two_sources:  # else a small one from the other source may follow
                 return
             self._drop_outdated(unit)
+            if may_map:
+                self._prefetch_mapped(unit)
             if unit.slab is None:
                 slab = self._room(unit, keep | self._kept)
                 if slab is None:
                     return
                 self._start(unit, slab, PREFETCHED)
+
+    def _prefetch_mapped(self, unit: StreamedUnit) -> None:
+        slab = self._mapped(unit, users=0)
+        if slab is not None and unit.fetch is None:
+            if slab.can_be_held():
+                self._start(unit, slab, PREFETCHED)
+            else:
+                self._drop(unit)  # it will have to be copied
 
     def _drop_outdated(self, unit: StreamedUnit, users: int = 0) -> None:
         """Let go of a copy that was made before an optimizer's step, so that it is fetched anew in one piece."""

@@ -3,9 +3,11 @@
 import sys
 import threading
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -46,6 +48,18 @@ class Layout:
         """Each tensor and where it starts."""
         return zip(self.specs, self.offsets, strict=True)
 
+    def index_at(self, start: int) -> int:
+        """Which tensor lies at a byte."""
+        return self._by_offset[bisect_right(self._sorted_offsets, start) - 1]
+
+    @cached_property
+    def _by_offset(self) -> list[int]:
+        return sorted(range(len(self.offsets)), key=self.offsets.__getitem__)
+
+    @cached_property
+    def _sorted_offsets(self) -> list[int]:
+        return sorted(self.offsets)
+
     def view(self, memory: torch.Tensor, index: int) -> torch.Tensor:
         """Tensor `index` as a typed view of `memory`."""
         spec, start = self.specs[index], self.offsets[index]
@@ -69,6 +83,7 @@ class Slab:
         self.overwrite_after = events  # what whoever fills the slab must wait for
         self.uses = uses  # what whoever has these bytes next must wait for
         self.name = ""  # of the unit that they are
+        self.layout: Layout | None = None  # of that unit's tensors in it
 
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""

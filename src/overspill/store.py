@@ -7,10 +7,11 @@ from typing import Protocol, cast
 
 import torch
 
-from overspill.checkpoint.index import SourceFile
-from overspill.checkpoint.reader import RangeReader
+from overspill.checkpoint.index import FileSpan, SourceFile
+from overspill.checkpoint.reader import FileReader, RangeReader
 from overspill.devices import ALONE_ON_ITS_PAGES, CPU, HostPages, PinnedRanges, host_bytes, touch
 from overspill.homes import DiskValues, HostSlot, HostTensor, disk_home, host_home
+from overspill.mapping import MappedSlab, Mapping
 from overspill.rehoming import turn_into_disk_home, turn_into_host_home
 from overspill.slab import Layout, Slab
 from overspill.tensors import TensorSpec
@@ -50,6 +51,12 @@ class Store(Protocol):
 
     def files(self) -> set[SourceFile]:
         """The files that values are read from."""
+
+    def mapping(self) -> Mapping | None:
+        """How files' pages could be computed with as they are; None where they cannot, or that is not worth while."""
+
+    def map(self) -> MappedSlab | None:
+        """Memory that shows those pages; None where there is none to be had."""
 
 
 class HostStore:
@@ -135,6 +142,12 @@ class HostStore:
     def files(self) -> set[SourceFile]:
         return set()
 
+    def mapping(self) -> None:
+        return None
+
+    def map(self) -> None:
+        return None
+
     def touch(self, device: torch.device) -> None:
         """Write to every page of fresh memory, where that makes pinning it for `device` faster."""
         if device != CPU:
@@ -198,6 +211,8 @@ class DiskStore:
         self.homes: list[torch.Tensor] = []
         self._values = list(values)
         self._reader = reader
+        self._mapped_spans: list[tuple[FileSpan, ...]] | None = None
+        self._mapping: Mapping | None = None
 
     def make_homes(self, likes: Sequence[torch.Tensor]) -> None:
         """New tensors without memory, to show in the place of `likes`."""
@@ -210,11 +225,26 @@ class DiskStore:
         self.homes = list(tensors)
 
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
-        pieces = []
-        for values, (spec, offset) in zip(self._values, self.layout.spots(), strict=True):
-            if values.memory is None:  # else `refresh` brings it: memory may be edited at any time, through views of it
-                pieces += pieces_of(values, slab.memory[offset : offset + spec.nbytes])
-        return transfer.from_disk(merged(pieces), self._reader, slab=slab, priority=priority)
+        assert slab.layout is not None
+        pieces: list[Piece] = []
+        for index, (spec, offset) in enumerate(slab.layout.spots()):
+            # Promoted ones are brought by `refresh`: memory may be edited at any time, through views of it.
+            if self._values[index].memory is None and not (isinstance(slab, MappedSlab) and slab.has(index)):
+                pieces += pieces_of(self._values[index], slab.memory[offset : offset + spec.nbytes])
+        shown = slab.pieces() if isinstance(slab, MappedSlab) else []
+        return transfer.from_disk([*shown, *merged(pieces)], self._reader, slab=slab, priority=priority)
+
+    def map(self) -> MappedSlab | None:
+        mapping = self.mapping()
+        if mapping is None or not isinstance(self._reader, FileReader):
+            return None
+        return MappedSlab.of(mapping, self._reader)
+
+    def mapping(self) -> Mapping | None:
+        spans = [values.spans if values.memory is None else () for values in self._values]
+        if spans != self._mapped_spans:
+            self._mapped_spans, self._mapping = spans, Mapping.of(self.layout.specs, spans)
+        return self._mapping
 
     def brings(self, index: int) -> bool:
         return self._values[index].memory is None

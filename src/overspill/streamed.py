@@ -8,6 +8,7 @@ Note: states and what they cost on the compute device.
             weights are the same as their homes; what a forward did write goes home as soon as the call ends.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from overspill.devices import CPU
+from overspill.devices import CPU, storage_users
 from overspill.graph import onload, view_over
 from overspill.homes import DiskTensor, HostTensor
+from overspill.mapping import MappedSlab
 from overspill.slab import Slab
 from overspill.store import Store
 from overspill.tensors import Place, TensorSpec
@@ -81,6 +83,7 @@ class StreamedUnit:
         self._bound: list[_Bound] = []
         self._strays: list[_Bound] = []
         self._bound_with_grad = False
+        self._unshared: list[int] = []  # how often each live tensor is referred to while nobody outside has it
 
     def part(self, indices: Sequence[int]) -> "StreamedUnit":
         """Some of its tensors, where they are, as a unit of their own. This one is not used any more."""
@@ -101,6 +104,8 @@ class StreamedUnit:
         self._stamps = [stamp if self.store.brings(index) else _NOT_FETCHED for index, stamp in stamps]
         self.slab, self.arrived_for = slab, None
         slab.name = self.name
+        if not isinstance(slab, MappedSlab):
+            slab.layout = self.store.layout
         self._transfer = transfer
         self.fetch = self.store.fetch(slab, transfer, priority)
 
@@ -115,11 +120,40 @@ class StreamedUnit:
         """Give up the slab. The fetch that still fills it, if any, keeps the memory until it has ended."""
         self.collect_writes(after_call=False)
         fetch, self.fetch = self.fetch, None
+        if isinstance(self.slab, MappedSlab):
+            self.slab.end_leases()
         self.slab, self._live = None, []
         if fetch is None or fetch.finished():
             return None
         fetch.cancel()
         return fetch
+
+    # Where the files' own pages do for a slab: see mapping.py.
+
+    @property
+    def mapped(self) -> MappedSlab | None:
+        """Its slab, if that shows files' pages."""
+        return self.slab if isinstance(self.slab, MappedSlab) and not self.slab.is_own else None
+
+    def let_go(self) -> None:
+        """Nobody uses the unit any more: its files may change until it is used again."""
+        slab = self.slab
+        if not isinstance(slab, MappedSlab):
+            return
+        try:
+            if not slab.is_own and self._is_kept_outside(slab):
+                slab.make_own()
+            slab.let_go()
+        finally:
+            self.fetch = None  # next time the pages may have to be brought in again
+            if slab.is_own:
+                self.drop()  # memory that no window counts
+            slab.end_leases()
+
+    def _is_kept_outside(self, slab: MappedSlab) -> bool:
+        """Whether somebody has a live tensor, or a view of one, that outlives the call."""
+        references = zip(_references(slab, self._live), self._unshared, strict=True)
+        return bool(self._live) and any(now > before for now, before in references)
 
     # FETCHING -> LIVE: the bytes have been waited for.
 
@@ -130,6 +164,9 @@ class StreamedUnit:
             with torch.inference_mode(False), torch.no_grad():
                 self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
             self._versions = [live._version for live in self._live]
+            if isinstance(self.slab, MappedSlab):
+                self.slab.is_filled = True
+                self._unshared = _references(self.slab, self._live)
         self.bring_up_to_date()
 
     def bring_up_to_date(self) -> None:
@@ -144,7 +181,8 @@ class StreamedUnit:
             self._refresh_edited(stamps)
 
     def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
-        spec, start = self.store.layout.specs[index], self.store.layout.offsets[index]
+        assert slab.layout is not None
+        spec, start = slab.layout.specs[index], slab.layout.offsets[index]
         # Not a view of the slab for autograd: views share a version, and each of these needs its own.
         view = view_over(slab.memory.untyped_storage(), spec.dtype, start, spec.shape, spec.strides or ())
         home = self.store.homes[index]
@@ -267,6 +305,11 @@ class StreamedUnit:
         self.store.refresh(index, before)
         flat = self.store.layout.specs[index].flat
         return not torch.equal(flat(before).view(torch.uint8), flat(live.detach().cpu()).view(torch.uint8))
+
+
+def _references(slab: Slab, live: Sequence[torch.Tensor]) -> list[int]:
+    """How often a slab's memory and each of the live tensors over it are referred to."""
+    return [storage_users(slab.memory.untyped_storage()), *(sys.getrefcount(tensor) for tensor in live)]
 
 
 def _updates_unseen(place: Place) -> bool:

@@ -26,6 +26,7 @@ from overspill.devices import (
     record_event,
 )
 from overspill.errors import CheckpointReadError
+from overspill.mapping import MappedPiece
 from overspill.recording import COPY, READ, Recording
 from overspill.slab import HostPool, Slab
 
@@ -261,7 +262,7 @@ class Transfer:
 
     def from_disk(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Piece | MappedPiece],
         reader: RangeReader,
         *,
         slab: Slab | None = None,
@@ -307,8 +308,12 @@ class Transfer:
         yield
         recording.note(kind, what, lane, start, Moment(device, stream), nbytes)
 
-    def land(self, piece: Piece, reader: RangeReader, what: str) -> None:
+    def land(self, piece: Piece | MappedPiece, reader: RangeReader, what: str) -> None:
         """Read one chunk and bring it to its target."""
+        if isinstance(piece, MappedPiece):
+            with self._noted(READ, what, threading.current_thread().name, None, piece.nbytes):
+                piece.bring_in()
+            return
         if piece.target.device == CPU:
             with self._noted(READ, what, threading.current_thread().name, None, piece.nbytes):
                 _land_on_host(piece, reader)
@@ -436,7 +441,9 @@ class HostLink:
 class _ChunkRead:
     """One chunk's task for a reader thread. Its references end with it, so a slab is free when its fetch is."""
 
-    def __init__(self, transfer: Transfer, piece: Piece, reader: RangeReader, fetch: Fetch, what: str) -> None:
+    def __init__(
+        self, transfer: Transfer, piece: Piece | MappedPiece, reader: RangeReader, fetch: Fetch, what: str
+    ) -> None:
         self._transfer, self._piece, self._reader, self._fetch, self._what = transfer, piece, reader, fetch, what
 
     def __call__(self) -> None:

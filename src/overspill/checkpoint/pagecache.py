@@ -1,8 +1,10 @@
-"""The page cache: whether a range of a file lies in it, asked without touching the disk, and when it goes there."""
+"""The page cache: whether a range of a file lies in it, when it goes there, and how to compute with it in place."""
 
 import ctypes
 import errno
+import functools
 import mmap
+import os
 
 _CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and later
 
@@ -17,7 +19,13 @@ class _Counts(ctypes.Structure):
 
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
+_MAP_FIXED = 0x10
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # advice that is done at once, and tells of a failure; Linux 5.14 and later
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def lies_in_page_cache(descriptor: int, offset: int, nbytes: int) -> bool | None:
@@ -43,3 +51,35 @@ def start_writing(descriptor: int, offset: int, nbytes: int) -> None:
     begin = getattr(_libc, "sync_file_range", None)
     if begin is not None:
         begin(ctypes.c_int(descriptor), ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_START_WRITING))
+
+
+@functools.cache
+def can_show() -> bool:
+    """Whether this system can do what follows."""
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        return bool(_libc.madvise(address, mmap.PAGESIZE, _POPULATE_READ) == 0)
+
+
+def show(address: int, descriptor: int, offset: int, nbytes: int) -> None:
+    """Let whole pages of our memory show those of a file. What is written to them stays with us."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if _libc.mmap(address, nbytes, protection, flags, descriptor, offset) != address:
+        raise _last_error()
+
+
+def bring_in(address: int, nbytes: int) -> None:
+    """Have pages that are shown at `address` in memory. An OSError where they cannot be read: no signal, as later."""
+    if _libc.madvise(address, nbytes, _POPULATE_READ) != 0:
+        raise _last_error()
+
+
+def make_own(address: int, nbytes: int) -> None:
+    """Copy pages that are shown at `address`: from here on they depend on no file."""
+    if _libc.madvise(address, nbytes, _POPULATE_WRITE) != 0:
+        raise _last_error()
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
