@@ -14,7 +14,22 @@ from time import perf_counter
 from typing import Final
 
 from common import GB, Check, Row, Timing, alternate, repeat, synchronize
-from gpu_bench import DEVICE, PROMPT, SHORT, Bench, Budget, free, load, loaded, peer
+from gpu_bench import (
+    DEVICE,
+    PROMPT,
+    SHORT,
+    Bench,
+    Budget,
+    Peer,
+    at_most,
+    free,
+    load,
+    loaded,
+    of_line,
+    peer,
+    row,
+    times_faster,
+)
 from lines import cached_rate, direct_rate, drop_caches, storage_bytes
 from peers import accelerate_auto, accelerate_cpu_offload, diffusers_group_offload, offloaded_bytes, pretrained
 
@@ -35,17 +50,14 @@ def all_resident(bench: Bench) -> Row:
     with loaded(bench, {0: int(bench.nbytes * 1.1)}) as ours:
         assert ours.plan.streamed_bytes == 0
         timing, plain = alternate(ours.run, bench.passes(bench.plain), 100)
-    return Row(
-        name="resident",
-        what="one token, all resident",
-        ours=timing,
+    return row(
+        "resident",
+        "one token, all resident",
+        ours,
+        timing,
         line=plain.median,
         line_is=f"the plain model, {plain}",
-        targets=[
-            Check.at_most("≤ 1.01 × the plain model", timing.median / plain.median, 1.01),
-        ],
-        checks=ours.checks(),
-        details=ours.details,
+        targets=[at_most(1.01, "the plain model", plain.median, timing)],
     )
 
 
@@ -64,20 +76,16 @@ def load_warm(bench: Bench) -> Row:
     whole = Timing(tuple(map(sum, zip(*steps.values(), strict=True))))
     theirs = _load_times(bench, 3, warm_up=1)
     rate += bench.link.rate()
-    return Row(
-        name="load-warm",
-        what="load to the GPU, warm",
-        ours=whole,
+    return row(
+        "load-warm",
+        "load to the GPU, warm",
+        ours,
+        whole,
         line=bench.nbytes / rate.best,
         line_is=f"link, {rate}",
-        peer=theirs,
-        peer_is="Transformers",
-        targets=[
-            Check.at_least("≥ 4 × from_pretrained", theirs.median / whole.median, 4),
-        ],
-        checks=ours.checks(),
-        details=ours.details
-        | {f"{step} alone, s": str(Timing(tuple(samples))) for step, samples in steps.items()}
+        targets=[times_faster(4, "from_pretrained", theirs, whole)],
+        beside=Peer("Transformers", theirs),
+        details={f"{step} alone, s": str(Timing(tuple(samples))) for step, samples in steps.items()}
         | {"page cache to memory": str(cached)},
     )
 
@@ -95,8 +103,8 @@ def _load_times(bench: Bench, times: int, *, warm_up: int, before: Callable[[], 
 
 def all_on_cpu(bench: Bench) -> Row:
     """Everything crosses the link for each token."""
-    row = _all_on_cpu(bench, 1, "cpu", "one token", at_least=8)
-    return replace(row, others={"Diffusers group offloading": _diffusers(bench)})
+    measured = _all_on_cpu(bench, 1, "cpu", "one token", at_least=8)
+    return replace(measured, others={"Diffusers group offloading": _diffusers(bench)})
 
 
 def _diffusers(bench: Bench) -> Timing | str:
@@ -122,21 +130,17 @@ def _all_on_cpu(bench: Bench, tokens: int, name: str, work: str, *, at_least: fl
     rate += bench.link.rate()
     line = max(plain.median, ours.plan.streamed_bytes / rate.best)
     make = partial(accelerate_cpu_offload, bench.folder, bench.shape, DEVICE)
-    theirs, details = peer(bench, make, 3, tokens=tokens)
-    return Row(
-        name=name,
-        what=f"{work}, all weights on the CPU",
-        ours=timing,
+    theirs = Peer("Accelerate", *peer(bench, make, 3, tokens=tokens))
+    return row(
+        name,
+        f"{work}, all weights on the CPU",
+        ours,
+        timing,
         line=line,
         line_is=f"the longer of the plain model, {plain} s, and the link, {rate}",
-        peer=theirs,
-        peer_is="Accelerate",
-        targets=[
-            Check.at_least("≥ 95 % of the line", line / timing.median, 0.95, "%"),
-            Check.at_least(f"≥ {at_least:.0f} × Accelerate", theirs.median / timing.median, at_least),
-        ],
-        checks=ours.checks(),
-        details=ours.details | {"GB/s": ours.plan.streamed_bytes / timing.median / GB} | details,
+        targets=[of_line(0.95, line, timing), times_faster(at_least, "Accelerate", theirs.timing, timing)],
+        beside=theirs,
+        moved=ours.plan.streamed_bytes,
     )
 
 
@@ -158,18 +162,16 @@ def _partly_resident(bench: Bench, share: float, name: str, part: str) -> Row:
         timing = repeat(ours.run, 15, warm_up=2)
     rate += bench.link.rate()
     line = ours.plan.streamed_bytes / rate.best
-    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 3)
-    return Row(
-        name=name,
-        what=f"one token, {part} resident",
-        ours=timing,
+    return row(
+        name,
+        f"one token, {part} resident",
+        ours,
+        timing,
         line=line,
         line_is=f"link, {rate}",
-        peer=theirs,
-        peer_is="Accelerate",
-        targets=[Check.at_most("≤ 1.1 × the line", timing.median / line, 1.1)],
-        checks=ours.checks(),
-        details=ours.details | {"GB/s": ours.plan.streamed_bytes / timing.median / GB} | details,
+        targets=[at_most(1.1, "the line", line, timing)],
+        beside=Peer.accelerate_auto(bench, budget, 3),
+        moved=ours.plan.streamed_bytes,
     )
 
 
@@ -203,7 +205,7 @@ def adopted(bench: Bench) -> Row:
         peer=theirs,
         peer_is="Accelerate",
         targets=[
-            Check.at_least("≥ 7 × Accelerate", theirs.median / timing.median, 7),
+            times_faster(7, "Accelerate", theirs, timing),
             Check.at_most("adoption ≤ 1.5 × the time of pinning the same bytes", adoption / pinning.median, 1.5),
         ],
         checks=[Check("same bits as the plain model, also restored", "yes" if same else "no", same)],
@@ -255,19 +257,15 @@ def prefill(bench: Bench) -> Row:
         timing, plain = (of_one(each) for each in alternate(ours_in_a_row, plain_in_a_row, 6))
     rate += bench.link.rate()
     moving = ours.plan.streamed_bytes / rate.best
-    return Row(
-        name="prefill",
-        what=f"{PROMPT:,}-token prefill, all weights on the CPU",
-        ours=timing,
+    return row(
+        "prefill",
+        f"{PROMPT:,}-token prefill, all weights on the CPU",
+        ours,
+        timing,
         line=max(plain.median, moving),
         line_is=f"the longer of the plain model, {plain} s, and the link, {moving:.3f} s at {rate}",
-        peer=plain,
-        peer_is="plain model",
-        targets=[
-            Check.at_most("≤ 1.03 × the plain model", timing.median / plain.median, 1.03),
-        ],
-        checks=ours.checks(),
-        details=ours.details,
+        targets=[at_most(1.03, "the plain model", plain.median, timing)],
+        beside=Peer("plain model", plain),
     )
 
 
@@ -289,20 +287,18 @@ def load_cold(bench: Bench) -> Row:
         free()
         rate += direct_rate(bench.files)
     timing, line = Timing(tuple(samples)), bench.nbytes / rate.best
-    theirs = _load_times(bench, 1, warm_up=0, before=drop)
-    return Row(
-        name="load-cold",
-        what="load to the GPU, cold",
-        ours=timing,
+    return row(
+        "load-cold",
+        "load to the GPU, cold",
+        ours,
+        timing,
         line=line,
         line_is=f"direct reads, {rate}",
-        peer=theirs,
-        peer_is="Transformers",
-        targets=[
-            Check.at_least("≥ 85 % of the line", line / timing.median, 0.85, "%"),
-        ],
-        checks=[*ours.checks(), _was_cold(read, bench.nbytes)],
-        details=ours.details | {"GB/s": bench.nbytes / timing.median / GB, "disk read, GB": str(read)},
+        targets=[of_line(0.85, line, timing)],
+        beside=Peer("Transformers", _load_times(bench, 1, warm_up=0, before=drop)),
+        moved=bench.nbytes,
+        checks=[_was_cold(read, bench.nbytes)],
+        details={"disk read, GB": str(read)},
     )
 
 
@@ -318,22 +314,18 @@ def half_on_disk(bench: Bench) -> Row:
         timing = _cold_passes(ours.run, drop, 5, read)
     rate += direct_rate(bench.files) + direct_rate(bench.files)
     line = ours.plan.streamed_bytes / rate.best
-    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 2, before=drop)
-    return Row(
-        name="disk",
-        what="one token, half on disk, cold",
-        ours=timing,
+    return row(
+        "disk",
+        "one token, half on disk, cold",
+        ours,
+        timing,
         line=line,
         line_is=f"direct reads, {rate}",
-        peer=theirs,
-        peer_is="Accelerate",
-        targets=[
-            Check.at_least("≥ 80 % of the line", line / timing.median, 0.8, "%"),
-        ],
-        checks=[*ours.checks(), _was_cold(read, ours.plan.streamed_bytes)],
-        details=ours.details
-        | {"GB/s": ours.plan.streamed_bytes / timing.median / GB, "disk read, GB": str(read)}
-        | details,
+        targets=[of_line(0.8, line, timing)],
+        beside=Peer.accelerate_auto(bench, budget, 2, before=drop),
+        moved=ours.plan.streamed_bytes,
+        checks=[_was_cold(read, ours.plan.streamed_bytes)],
+        details={"disk read, GB": str(read)},
     )
 
 
@@ -351,18 +343,19 @@ def half_on_disk_warm(bench: Bench) -> Row:
     rate += bench.link.rate()
     moved = ours.plan.streamed_bytes
     line = max(moved / rate.best, moved / cached.best)
-    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 3)
-    return Row(
-        name="disk-warm",
-        what="one token, half on disk, warm",
-        ours=timing,
+    theirs = Peer.accelerate_auto(bench, budget, 3)
+    return row(
+        "disk-warm",
+        "one token, half on disk, warm",
+        ours,
+        timing,
         line=line,
         line_is=f"the slower of the link, {rate}, and the page cache, {cached}",
-        peer=theirs,
-        peer_is="Accelerate",
-        targets=[Check.at_least("≥ 3 × Accelerate", theirs.median / timing.median, 3)],
-        checks=[*ours.checks(), _was_warm(read)],
-        details=ours.details | {"GB/s": moved / timing.median / GB, "disk read, GB": str(read)} | details,
+        targets=[times_faster(3, "Accelerate", theirs.timing, timing)],
+        beside=theirs,
+        moved=moved,
+        checks=[_was_warm(read)],
+        details={"disk read, GB": str(read)},
     )
 
 
@@ -383,18 +376,17 @@ def mixed(bench: Bench) -> Row:
     link += bench.link.rate()
     from_disk = ours.from_disk()
     line = max(from_disk / direct.best, ours.plan.streamed_bytes / link.best)
-    theirs, details = peer(bench, partial(accelerate_auto, bench.folder, bench.shape, budget), 2, before=drop)
-    return Row(
-        name="mixed",
-        what="one token, a quarter resident, half on the CPU, a quarter on disk, cold",
-        ours=timing,
+    return row(
+        "mixed",
+        "one token, a quarter resident, half on the CPU, a quarter on disk, cold",
+        ours,
+        timing,
         line=line,
         line_is=f"the slower of {from_disk / GB:.2f} GB of direct reads, {direct}, and all of it on the link, {link}",
-        peer=theirs,
-        peer_is="Accelerate",
-        targets=[Check.at_least("≥ 80 % of the line", line / timing.median, 0.8, "%")],
-        checks=[*ours.checks(), _was_cold(read, from_disk)],
-        details=ours.details | {"the same, warm, s": str(warm), "disk read, GB": str(read)} | details,
+        targets=[of_line(0.8, line, timing)],
+        beside=Peer.accelerate_auto(bench, budget, 2, before=drop),
+        checks=[_was_cold(read, from_disk)],
+        details={"the same, warm, s": str(warm), "disk read, GB": str(read)},
     )
 
 

@@ -1,7 +1,7 @@
-"""What the rows that need a GPU share: the checkpoint, the plain model, ours, and a peer's passes."""
+"""What the rows that need a GPU share: the checkpoint, the plain model, ours, a peer's passes, and what makes a row."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,9 +10,9 @@ from time import perf_counter
 from typing import Final
 
 import torch
-from common import GB, Check, Shape, Timing, forward, nbytes_of, repeat, synchronize, write_checkpoint
+from common import GB, Check, Row, Shape, Timing, forward, nbytes_of, repeat, synchronize, write_checkpoint
 from lines import Link, settle_reads
-from peers import offloaded_bytes
+from peers import accelerate_auto, offloaded_bytes
 from torch import nn
 
 import overspill
@@ -209,3 +209,68 @@ def peer(
         return measure()
     finally:
         free()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who is measured beside, how long it took, and what else was found."""
+
+    name: str
+    timing: Timing
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def accelerate_auto(
+        cls, bench: Bench, budget: Budget, times: int, *, before: Callable[[], None] = lambda: None
+    ) -> "Peer":
+        """Accelerate within the same budget."""
+        make = partial(accelerate_auto, bench.folder, bench.shape, budget)
+        return cls("Accelerate", *peer(bench, make, times, before=before))
+
+
+# Rows.
+
+
+def row(
+    name: str,
+    what: str,
+    ours: Ours,
+    timing: Timing,
+    *,
+    line: float,
+    line_is: str,
+    targets: Sequence[Check],
+    beside: Peer | None = None,
+    moved: int | None = None,
+    checks: Sequence[Check] = (),
+    details: Mapping[str, object] | None = None,
+) -> Row:
+    """What was measured of a model that overspill has loaded. `moved` bytes in each repetition make a rate."""
+    rate = {} if moved is None else {"GB/s": moved / timing.median / GB}
+    return Row(
+        name=name,
+        what=what,
+        ours=timing,
+        line=line,
+        line_is=line_is,
+        peer=None if beside is None else beside.timing,
+        peer_is="" if beside is None else beside.name,
+        targets=targets,
+        checks=[*ours.checks(), *checks],
+        details={**ours.details, **rate, **(details or {}), **({} if beside is None else beside.details)},
+    )
+
+
+def of_line(share: float, line: float, timing: Timing) -> Check:
+    """So much of what the hardware allows."""
+    return Check.at_least(f"≥ {100 * share:.0f} % of the line", line / timing.median, share, "%")
+
+
+def times_faster(factor: float, than: str, theirs: Timing, timing: Timing) -> Check:
+    """So many times as fast as a peer."""
+    return Check.at_least(f"≥ {factor:.0f} × {than}", theirs.median / timing.median, factor)
+
+
+def at_most(factor: float, of: str, seconds: float, timing: Timing) -> Check:
+    """No more than so many times those seconds."""
+    return Check.at_most(f"≤ {factor} × {of}", timing.median / seconds, factor)

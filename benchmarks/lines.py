@@ -1,21 +1,15 @@
 """The lines: what the link and the disk of this machine give, measured beside the work that depends on them."""
 
-import itertools
-import mmap
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 
-from overspill.devices import PAGE, pinned_bytes, reader_threads
-
-CHUNK: Final = 16 << 20
+from overspill.cli.lines import CHUNK, drop_from_cache, read_rate
+from overspill.devices import pinned_bytes
 
 
 @dataclass(frozen=True)
@@ -59,52 +53,12 @@ class Link:
 
 def direct_rate(files: Sequence[Path]) -> Rate:
     """Read all of `files` from the disk itself, past the page cache, with as many threads as overspill has."""
-    return Rate((_read_all(files, os.O_DIRECT),))
+    return Rate((read_rate(files, os.O_DIRECT),))
 
 
 def cached_rate(files: Sequence[Path]) -> Rate:
     """Read all of `files` through the page cache; whatever it held before, it holds them all afterwards."""
-    return Rate((_read_all(files, 0),))
-
-
-def _read_all(files: Sequence[Path], flags: int) -> float:
-    """Bytes a second, with a buffer a thread."""
-    descriptors = [os.open(file, os.O_RDONLY | flags) for file in files]
-    sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
-    jobs = _jobs(descriptors, sizes)
-    lock = threading.Lock()
-
-    def work(buffer: memoryview) -> None:
-        while True:
-            with lock:
-                job = next(jobs, None)
-            if job is None:
-                return
-            _read(*job, buffer)
-
-    buffers = [memoryview(mmap.mmap(-1, CHUNK)) for _ in range(reader_threads())]
-    for buffer in buffers:
-        buffer[::PAGE] = b"\1" * (CHUNK // PAGE)  # page faults are no part of the disk's rate
-    with ThreadPoolExecutor(len(buffers)) as pool:
-        start = time.perf_counter()
-        list(pool.map(work, buffers))
-        seconds = time.perf_counter() - start
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return sum(sizes) / seconds
-
-
-def _jobs(descriptors: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    for descriptor, size in zip(descriptors, sizes, strict=True):
-        yield from zip(itertools.repeat(descriptor), range(0, size, CHUNK), itertools.repeat(size), strict=False)
-
-
-def _read(descriptor: int, offset: int, size: int, buffer: memoryview) -> None:
-    wanted, done = min(CHUNK, size - offset), 0
-    while done < wanted:  # a direct read asks for whole pages, and may stop early at the end of an extent
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        assert count > 0, "the file became shorter"
-        done += count
+    return Rate((read_rate(files),))
 
 
 # The page cache.
@@ -117,9 +71,7 @@ def drop_caches(files: Sequence[Path]) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("3")
     except OSError:  # not root: the kernel still takes a hint for files of our own
         for file in files:
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+            drop_from_cache(file)
 
 
 def storage_bytes() -> int | None:

@@ -11,12 +11,27 @@ import torch
 import transformers as hf
 from torch import nn
 
+from blueprints import (
+    IMAGES,
+    Size,
+    blueprint,
+    deepseek_v3,
+    gpt2,
+    gpt_oss,
+    jamba,
+    llama,
+    mixtral,
+    qwen3_moe,
+    resnet,
+    t5,
+    vit,
+    wav2vec2,
+)
+
 VOCAB = 4160  # × 64 float32 is a little over 1 MiB, so that an embedding is a unit
-_PAD = 0
 
 IDS = torch.randint(4, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
 MASK = torch.tensor([[1] * 12, [0] * 3 + [1] * 9])  # the second sequence is padded on the left
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 SOUND = torch.randn(2, 800, generator=torch.Generator().manual_seed(3))
 SPECTRA = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(4))
 
@@ -47,21 +62,10 @@ def randomized(model: nn.Module) -> nn.Module:
     return model
 
 
-_WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-_TOKENS = {"vocab_size": VOCAB, "pad_token_id": _PAD, "bos_token_id": 1, "eos_token_id": 2}
-_DECODER = {**_WIDTHS, **_TOKENS, "num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-_ENCODER = {**_WIDTHS, **_TOKENS, "num_hidden_layers": 4, "max_position_embeddings": 64}
-_VISION = {**_WIDTHS, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8}
+_SIZE = Size(width=64, inner=96, expert_inner=48, layers=4, vocab=VOCAB)
+_WIDTHS, _TOKENS = _SIZE.widths, _SIZE.tokens
+_DECODER, _ENCODER, _VISION = _SIZE.decoder, _SIZE.encoder, _SIZE.vision
 _STATE_SPACE = {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 4, "state_size": 8}
-_SPEECH = {
-    **_WIDTHS,
-    "num_hidden_layers": 4,
-    "conv_dim": (32, 32, 32),
-    "conv_kernel": (8, 4, 4),
-    "conv_stride": (4, 2, 2),
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-}
 _TWO_STACKS = {
     **_TOKENS,
     "d_model": 64,
@@ -80,12 +84,7 @@ _IMAGE = {"pixel_values": IMAGES}
 
 
 def _of(model: Any, config: Any, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        built = model(config(**options))
-        assert isinstance(built, nn.Module)
-        return built
-
-    return build
+    return blueprint(model, config, **options).build
 
 
 def _zamba2() -> nn.Module:
@@ -114,13 +113,11 @@ def _llava() -> nn.Module:
 
 
 DENSE = [
-    Architecture("llama", _of(hf.LlamaForCausalLM, hf.LlamaConfig, **_DECODER), _TEXT, units=6),
-    Architecture(
-        "llama-tied", _of(hf.LlamaForCausalLM, hf.LlamaConfig, **_DECODER, tie_word_embeddings=True), _TEXT, units=5
-    ),
+    Architecture("llama", llama(_SIZE).build, _TEXT, units=6),
+    Architecture("llama-tied", llama(_SIZE, tied=True).build, _TEXT, units=5),
     Architecture(  # Conv1D: weights that are stored the other way round
         "gpt2",
-        _of(hf.GPT2LMHeadModel, hf.GPT2Config, **_TOKENS, n_embd=64, n_layer=4, n_head=4, n_positions=64),
+        gpt2(_SIZE, positions=64).build,
         _TEXT,
         units=5,
     ),
@@ -182,17 +179,7 @@ ENCODERS = [
 ENCODER_DECODERS = [
     Architecture(  # one embedding at three places, and a position bias that later layers take from the first
         "t5",
-        _of(
-            hf.T5ForConditionalGeneration,
-            hf.T5Config,
-            **_TOKENS,
-            d_model=64,
-            d_kv=16,
-            d_ff=96,
-            num_layers=3,
-            num_heads=4,
-            decoder_start_token_id=_PAD,
-        ),
+        t5(_SIZE, layers=3).build,
         _TEXT_TO_TEXT,
         units=7,
     ),
@@ -223,56 +210,22 @@ ENCODER_DECODERS = [
 ]
 
 EXPERTS = [
-    Architecture(
-        "mixtral", _of(hf.MixtralForCausalLM, hf.MixtralConfig, **_DECODER, num_local_experts=4), _TEXT, units=6
-    ),
+    Architecture("mixtral", mixtral(_SIZE).build, _TEXT, units=6),
     Architecture(
         "qwen3-moe",
-        _of(
-            hf.Qwen3MoeForCausalLM,
-            hf.Qwen3MoeConfig,
-            **_DECODER,
-            head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=48,
-        ),
+        qwen3_moe(_SIZE).build,
         _TEXT,
         units=6,
     ),
     Architecture(  # latent attention, shared experts, a dense first layer, a router's correction in a buffer
         "deepseek-v3",
-        _of(
-            hf.DeepseekV3ForCausalLM,
-            hf.DeepseekV3Config,
-            **{**_DECODER, "num_key_value_heads": 4},
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            moe_intermediate_size=48,
-            first_k_dense_replace=1,
-        ),
+        deepseek_v3(_SIZE, experts=8).build,
         _TEXT,
         units=6,
     ),
     Architecture(  # attention sinks: parameters next to linear layers
         "gpt-oss",
-        _of(
-            hf.GptOssForCausalLM,
-            hf.GptOssConfig,
-            **_DECODER,
-            head_dim=16,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=4,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
+        gpt_oss(_SIZE).build,
         _TEXT,
         units=6,
     ),
@@ -329,18 +282,7 @@ STATE_SPACE = [
 HYBRIDS = [
     Architecture(  # attention, state space and experts in one model
         "jamba",
-        _of(
-            hf.JambaForCausalLM,
-            hf.JambaConfig,
-            **_DECODER,
-            num_experts=4,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            mamba_d_state=8,
-            mamba_dt_rank=8,
-        ),
+        jamba(_SIZE).build,
         _TEXT,
         units=6,
     ),
@@ -371,7 +313,7 @@ HYBRIDS = [
 
 VISION = [
     Architecture(  # a class token and positions beside the patches' convolution
-        "vit", _of(hf.ViTForImageClassification, hf.ViTConfig, **_VISION), _IMAGE
+        "vit", vit(_SIZE).build, _IMAGE
     ),
     Architecture(
         "convnext",
@@ -395,14 +337,7 @@ VISION = [
     ),
     Architecture(  # running statistics
         "resnet",
-        _of(
-            hf.ResNetForImageClassification,
-            hf.ResNetConfig,
-            embedding_size=16,
-            hidden_sizes=[16, 32, 48],
-            depths=[2, 2, 2],
-            layer_type="basic",
-        ),
+        resnet([16, 32, 48], depth=2).build,
         _IMAGE,
     ),
     Architecture(
@@ -448,9 +383,11 @@ AUDIO = [
         units=7,
     ),
     Architecture(  # a weight that is computed from two others whenever it is used
-        "wav2vec2", _of(hf.Wav2Vec2ForCTC, hf.Wav2Vec2Config, **_SPEECH, vocab_size=32), {"input_values": SOUND}
+        "wav2vec2", wav2vec2(_SIZE, convolutions=3).build, {"input_values": SOUND}
     ),
-    Architecture("hubert", _of(hf.HubertModel, hf.HubertConfig, **_SPEECH), {"input_values": SOUND}),
+    Architecture(
+        "hubert", _of(hf.HubertModel, hf.HubertConfig, **_SIZE.speech(convolutions=3)), {"input_values": SOUND}
+    ),
 ]
 
 MULTIMODAL = [

@@ -7,8 +7,23 @@ from typing import Any
 import torch
 import transformers as hf
 
+from blueprints import (
+    IMAGES,
+    Size,
+    deepseek_v3,
+    gpt2,
+    gpt_oss,
+    jamba,
+    llama,
+    mixtral,
+    qwen3_moe,
+    resnet,
+    t5,
+    vit,
+    wav2vec2,
+)
+
 IDS = torch.randint(4, 48, (2, 9), generator=torch.Generator().manual_seed(1))
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
 SOUND = torch.randn(2, 400, generator=torch.Generator().manual_seed(3))
 
 
@@ -32,11 +47,9 @@ class Form:
         return self.model(self.config())
 
 
-_WIDTHS = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4}
-_TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_ENCODER = {**_WIDTHS, **_TOKENS, "num_hidden_layers": 2, "max_position_embeddings": 64}
-_DECODER = {**_ENCODER, "num_key_value_heads": 2, "tie_word_embeddings": False}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SIZE = Size(width=32, inner=40, expert_inner=24, layers=2, vocab=64)
+_ENCODER, _EXPERTS = _SIZE.encoder, _SIZE.experts
+_DECODER = {**_SIZE.decoder, "tie_word_embeddings": False}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 _TEXT = {"input_ids": IDS}
 _IMAGE = {"pixel_values": IMAGES}
@@ -90,18 +103,11 @@ def _qwen3_vl() -> Any:
     )
 
 
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _INDEXER = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "sliding_window": 4}
 
-MIXTRAL = Form(
-    "mixtral", hf.MixtralForCausalLM, _of(hf.MixtralConfig, **_DECODER, num_local_experts=4), _TEXT, gathers=True
-)
+MIXTRAL = Form("mixtral", *mixtral(_SIZE), _TEXT, gathers=True)
 DEEPSEEK_V3 = Form(  # a correction of the router in a buffer that is always float32
-    "deepseek-v3",
-    hf.DeepseekV3ForCausalLM,
-    _of(hf.DeepseekV3Config, **{**_DECODER, "num_key_value_heads": 4}, **_LATENT, **_ROUTED, n_group=2, topk_group=1),
-    _TEXT,
-    gathers=True,
+    "deepseek-v3", *deepseek_v3(_SIZE, experts=4), _TEXT, gathers=True
 )
 DEEPSEEK_V4 = Form(  # int64 buffers, dozens of tensors that are always float32, every name changed
     "deepseek-v4",
@@ -143,37 +149,13 @@ ERNIE_VL = Form(  # experts of two kinds in one list, transposed routers
     "ernie-vl-moe", hf.Ernie4_5_VLMoeForConditionalGeneration, _ernie_vl, _TEXT
 )
 QWEN3_VL = Form("qwen3-vl-moe", hf.Qwen3VLMoeForConditionalGeneration, _qwen3_vl, _TEXT, converts=False)
-LLAMA = Form("llama", hf.LlamaForCausalLM, _of(hf.LlamaConfig, **_DECODER), _TEXT, converts=False)
-LLAMA_TIED = Form(
-    "llama-tied",
-    hf.LlamaForCausalLM,
-    _of(hf.LlamaConfig, **{**_DECODER, "tie_word_embeddings": True}),
-    _TEXT,
-    converts=False,
-)
+LLAMA = Form("llama", *llama(_SIZE), _TEXT, converts=False)
+LLAMA_TIED = Form("llama-tied", *llama(_SIZE, tied=True), _TEXT, converts=False)
 WAV2VEC2 = Form(  # a weight that is computed from two others, which used to have other names
-    "wav2vec2",
-    hf.Wav2Vec2ForCTC,
-    _of(
-        hf.Wav2Vec2Config,
-        **_WIDTHS,
-        num_hidden_layers=2,
-        vocab_size=32,
-        conv_dim=(16, 16),
-        conv_kernel=(8, 4),
-        conv_stride=(4, 2),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-    ),
-    {"input_values": SOUND},
-    converts=False,
+    "wav2vec2", *wav2vec2(_SIZE, convolutions=2), {"input_values": SOUND}, converts=False
 )
 RESNET = Form(  # running statistics, and a count of batches in int64
-    "resnet",
-    hf.ResNetForImageClassification,
-    _of(hf.ResNetConfig, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
-    _IMAGE,
-    converts=False,
+    "resnet", *resnet([8, 16], depth=1), _IMAGE, converts=False
 )
 
 
@@ -191,13 +173,7 @@ FORMS = [
         _TEXT,
         gathers=True,
     ),
-    Form(
-        "qwen3-moe",
-        hf.Qwen3MoeForCausalLM,
-        _of(hf.Qwen3MoeConfig, **_DECODER, **_EXPERTS, head_dim=8),
-        _TEXT,
-        gathers=True,
-    ),
+    Form("qwen3-moe", *qwen3_moe(_SIZE), _TEXT, gathers=True),
     Form(
         "olmoe",
         hf.OlmoeForCausalLM,
@@ -212,22 +188,7 @@ FORMS = [
     ),
     Form("phimoe", hf.PhimoeForCausalLM, _of(hf.PhimoeConfig, **_DECODER, num_local_experts=4), _TEXT, gathers=True),
     Form(  # state space layers beside the experts
-        "jamba",
-        hf.JambaForCausalLM,
-        _of(
-            hf.JambaConfig,
-            **_DECODER,
-            num_experts=4,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            mamba_d_state=8,
-            mamba_dt_rank=8,
-            use_mamba_kernels=False,
-        ),
-        _TEXT,
-        gathers=True,
+        "jamba", *jamba(_SIZE, use_mamba_kernels=False), _TEXT, gathers=True
     ),
     ERNIE_VL,
     NOMIC_BERT,
@@ -276,54 +237,15 @@ FORMS = [
         _TEXT,
         converts=False,
     ),
-    Form(
-        "gpt-oss",
-        hf.GptOssForCausalLM,
-        _of(
-            hf.GptOssConfig,
-            **_DECODER,
-            head_dim=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=4,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
-        _TEXT,
-        converts=False,
-    ),
+    Form("gpt-oss", *gpt_oss(_SIZE), _TEXT, converts=False),
     QWEN3_VL,
     LLAMA,
     LLAMA_TIED,
-    Form(
-        "gpt2",
-        hf.GPT2LMHeadModel,
-        _of(hf.GPT2Config, **_TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=32),
-        _TEXT,
-        converts=False,
-    ),
+    Form("gpt2", *gpt2(_SIZE, positions=32), _TEXT, converts=False),
     Form(  # one embedding at three places
-        "t5",
-        hf.T5ForConditionalGeneration,
-        _of(
-            hf.T5Config,
-            **_TOKENS,
-            d_model=32,
-            d_kv=8,
-            d_ff=40,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-        ),
-        {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)},
-        converts=False,
+        "t5", *t5(_SIZE, layers=2), {"input_ids": IDS, "decoder_input_ids": IDS.flip(1)}, converts=False
     ),
     RESNET,
-    Form(
-        "vit",
-        hf.ViTForImageClassification,
-        _of(hf.ViTConfig, **_WIDTHS, num_hidden_layers=2, image_size=32, patch_size=8),
-        _IMAGE,
-        converts=False,
-    ),
+    Form("vit", *vit(_SIZE), _IMAGE, converts=False),
     WAV2VEC2,
 ]

@@ -1,11 +1,14 @@
 """What many tests share: small models, checkpoints of them, and plans that put units on a chosen tier."""
 
 import dataclasses
+import gc
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +161,35 @@ def run_program(program: str, timeout: float = 60) -> str:
     )
     assert result.returncode == 0, f"exit status {result.returncode}\n{result.stderr}"
     return result.stdout
+
+
+# For programs that kill their children. Those are forked: to start Python takes longer than all that they then do.
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Call `work` in a child of this process, which must not have started threads; the status that it ends with."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        gc.collect()  # _exit runs no finalizers
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def die() -> None:
+    """End here, without any clearing up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def came_to_its_end(status: int, which: str) -> bool:
+    """Whether a child did, and did not die before. Whatever else became of it is an error."""
+    assert status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL), f"{which}: {status}"
+    return status == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ import overspill
 from overspill import devices
 from overspill.cli.app import app
 from overspill.cli.errors import MEANINGS, ExitCode, carried_out
+from overspill.cli.lines import CHUNK, read_rate
 from overspill.cli.memory import PeakMemory
 from overspill.cli.options import parse_budget
 from overspill.cli.output import Output
@@ -776,6 +777,24 @@ def test_a_bench_puts_each_figure_beside_its_line_and_leaves_no_file(tmp_path: P
         assert figure["of_line"] == pytest.approx(figure["line_seconds"] / figure["median_seconds"])
         assert len(figure.get("accelerate_seconds", [])) == (len(figure["seconds"]) if peer else 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disks_rate_is_of_all_bytes_of_all_files_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"large": 2 * CHUNK + 5, "small": 7, "empty": 0}
+    for name, size in sizes.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    preadv, read = os.preadv, []
+
+    def noting(descriptor: int, buffers: Any, offset: int) -> int:
+        count = preadv(descriptor, buffers, offset)
+        read.append((os.fstat(descriptor).st_size, offset, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", noting)
+    assert read_rate([tmp_path / name for name in sizes]) > 0
+    large = 2 * CHUNK + 5
+    assert sorted(read) == [(7, 0, 7), (large, 0, CHUNK), (large, CHUNK, CHUNK), (large, 2 * CHUNK, 5)]
 
 
 @pytest.mark.gpu

@@ -680,7 +680,7 @@ def test_a_source_that_is_a_link_to_a_store_is_replaced_and_the_store_is_not(
 # ---------------------------------------------------------------- killed at any point
 
 CRASHES = """
-    import gc, io, itertools, json, os, shutil, signal, sys, traceback
+    import gc, io, json, os, shutil
     from pathlib import Path
 
     import torch
@@ -689,7 +689,7 @@ CRASHES = """
     import test_save as t
     from overspill.checkpoint import open_checkpoint, writer
     from overspill.errors import CheckpointError
-    from support import loaded
+    from support import came_to_its_end, die, in_child, loaded
 
     class Killer:
         # Stands before each step that changes files; the last one is done by half, where that can be.
@@ -712,7 +712,7 @@ CRASHES = """
                     self.writes += 1
                     if self.writes <= 2 and killer.die_now():  # the header, a tensor
                         super().write(data[: len(data) // 2])
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        die()
                     return super().write(data)
 
             writer.FileIO = File
@@ -720,21 +720,9 @@ CRASHES = """
         def before(self, step):
             def call(*arguments, **options):
                 if self.die_now():
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die()
                 return step(*arguments, **options)
             return call
-
-    def in_child(work):
-        child = os.fork()
-        if child == 0:
-            try:
-                work()
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        return os.waitpid(child, 0)[1]
 
     def same(found, expected):
         try:
@@ -766,10 +754,9 @@ CRASHES = """
             shutil.rmtree(folder, ignore_errors=True)
             if old_kind:
                 shutil.copytree(template, folder)
-            status = in_child(save_and_die)
-            assert status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL), status
+            saved = came_to_its_end(in_child(save_and_die), f"killed at step {{kills}}")
             kind_written = "one" if (folder / t.WHOLE).exists() else "shards"
-            if old_kind or status == 0:
+            if old_kind or saved:
                 theirs, our_own = t.read(folder), ours(folder)
                 for state in (theirs, our_own):
                     assert same(state, old) or same(state, new), (kills, t.files_in(folder))
@@ -778,7 +765,7 @@ CRASHES = """
                 check_no_checkpoint_or_all(folder)
             overspill.save(reference, folder, max_shard_size=next_size, progress=False)
             t.assert_saved(folder, new, *(["config.json"] if old_kind else []))
-            if status == 0:
+            if saved:
                 assert kind == kind_written
                 return kills, found
             kills += 1

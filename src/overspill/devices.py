@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -299,6 +299,11 @@ def new_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.Stream(device=device)
 
 
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """Within, this thread's work is queued on `stream`. The CPU has none, and does at once what it is asked."""
+    return nullcontext() if stream is None else stream
+
+
 def record_event(device: torch.device, stream: torch.Stream | None = None) -> torch.Event | None:
     """A mark behind all work queued so far on `stream`, or on the device's current stream."""
     if device.type == "cpu":
@@ -324,6 +329,14 @@ def current_stream_waits(device: torch.device, event: torch.Event | None) -> Non
     """Let the device's current stream wait for `event`, without waiting here."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)
+
+
+def stream_waits(stream: torch.Stream | None, events: Iterable[torch.Event]) -> None:
+    """Let `stream` wait for `events`: until the bytes that it will overwrite are no longer in use, say."""
+    if stream is None:
+        return
+    for event in events:
+        stream.wait_event(event)
 
 
 def synchronize(device: torch.device) -> None:

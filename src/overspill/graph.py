@@ -9,10 +9,10 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 
 from overspill.config import MIB
+from overspill.host_link import Departure, HostLink
 from overspill.slab import Layout, Slab
 from overspill.store import Store
 from overspill.tensors import is_dense
-from overspill.transfer import Departure, HostLink
 
 # Gradients.
 #

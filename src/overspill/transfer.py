@@ -1,4 +1,4 @@
-"""Bytes on their way: reader threads, the pinned ring and the copy streams. The only file that makes streams."""
+"""Bytes on their way to a device: reader threads, pinned ring, copy streams. Only this file and host_link make any."""
 
 import atexit
 import contextlib
@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +21,17 @@ from overspill.devices import (
     buffer_of,
     current_stream_waits,
     new_stream,
+    on_stream,
     pinned_bytes,
     reader_threads,
     record_event,
+    stream_waits,
 )
 from overspill.errors import CheckpointReadError
+from overspill.host_link import HostLink
 from overspill.mapping import MappedPiece
 from overspill.recording import COPY, READ, Recording
-from overspill.slab import HostPool, Slab
+from overspill.slab import Slab
 
 CHUNK = 16 * MIB
 """Bytes a read: large enough for a disk's and the link's full rate, small enough to share among threads."""
@@ -251,8 +254,8 @@ class Transfer:
         nbytes = sum(source.nbytes for _, source in sources)
         fetch = Fetch(self.device, 1, nbytes, uses=slab.uses)
         stream = self._host_copies
-        with _on(stream), torch.inference_mode(False), torch.no_grad():
-            _wait_all(stream, slab.overwrite_after)
+        with on_stream(stream), torch.inference_mode(False), torch.no_grad():
+            stream_waits(stream, slab.overwrite_after)
             with self._noted(COPY, slab.name, f"{self.device}: copies from host memory", stream, nbytes):
                 for offset, source in sources:
                     slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
@@ -277,7 +280,7 @@ class Transfer:
         nbytes = sum(piece.nbytes for piece in pieces)
         fetch = Fetch(self.device, len(chunks), nbytes, uses=None if slab is None else slab.uses)
         made = None if slab is not None else record_event(self.device)
-        _wait_all(self._disk_copies, slab.overwrite_after if slab is not None else [] if made is None else [made])
+        stream_waits(self._disk_copies, slab.overwrite_after if slab is not None else [] if made is None else [made])
         for chunk in chunks:
             _readers().submit(priority, _ChunkRead(self, chunk, reader, fetch, "" if slab is None else slab.name))
         return fetch
@@ -289,7 +292,7 @@ class Transfer:
             return self._ring
 
     @property
-    def host_link(self) -> "HostLink":
+    def host_link(self) -> HostLink:
         """The way out, for gradients."""
         with self._lock:
             if self._host_link is None:
@@ -324,7 +327,7 @@ class Transfer:
             with self._noted(READ, what, threading.current_thread().name, None, piece.nbytes):
                 start = reader.read_aligned(piece.file, piece.offset, piece.nbytes, buffer_of(chunk))
             source = _typed(chunk[start : start + piece.nbytes], piece.dtype)
-            with _on(self._disk_copies):
+            with on_stream(self._disk_copies):
                 lane = f"{self.device}: copies of what was read"
                 with self._noted(COPY, what, lane, self._disk_copies, piece.nbytes):
                     piece.target.copy_(source, non_blocking=True)
@@ -340,102 +343,6 @@ class Transfer:
     @property
     def disk_stream(self) -> torch.Stream | None:
         return self._disk_copies
-
-
-class Departure:
-    """A copy from a device to host memory. Holds what it copies until the copy has ended."""
-
-    def __init__(self, source: torch.Tensor, host: Slab, left: torch.Event | None) -> None:
-        self.nbytes = source.nbytes
-        self.host = host
-        self.left = left  # on the stream of departures, behind the copy
-        self._source: torch.Tensor | None = source
-
-    def ended(self) -> bool:
-        """Whether the copy has ended."""
-        if self._source is not None and (self.left is None or self.left.query()):
-            self._source = None
-        return self._source is None
-
-    def wait(self) -> None:
-        """Wait here until the copy has ended."""
-        if self.left is not None and self._source is not None:
-            self.left.synchronize()
-        self._source = None
-
-
-IN_FLIGHT = 512 * MIB
-"""Bytes that may be on their way to host memory at once. What is on its way still takes device memory."""
-
-
-class HostLink:
-    """What leaves one device for host memory and may come back: pinned memory for it, and a stream each way.
-
-    Two streams, since the link carries as much in one direction while it is busy in the other.
-    """
-
-    def __init__(self, device: torch.device, *, in_flight: int = IN_FLIGHT) -> None:
-        self.device = device
-        self.pool = HostPool(device)
-        self._in_flight = in_flight
-        self._departures, self._returns = new_stream(device), new_stream(device)
-        self._under_way: deque[Departure] = deque()
-        self._lock = threading.Lock()
-
-    def send(self, sources: Collection[torch.Tensor]) -> tuple[list[Departure], list[torch.Tensor]]:
-        """Start to copy dense tensors to host memory, once all that this thread has queued so far is computed.
-
-        Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
-        Returns also the copies, which have their values once the departures have ended.
-        """
-        with self._lock:
-            self._make_way(sum(source.nbytes for source in sources))
-            hosts = [self.pool.take(source.nbytes) for source in sources]
-            copies = []
-            stream = self._departures
-            computed = record_event(self.device)
-            with _on(stream), torch.inference_mode(False), torch.no_grad():
-                _wait_all(stream, [] if computed is None else [computed])
-                for host, source in zip(hosts, sources, strict=True):
-                    _wait_all(stream, host.overwrite_after)
-                    copy = torch.empty(0, dtype=source.dtype)
-                    copy.set_(host.memory.untyped_storage(), 0, source.shape, source.stride())
-                    copies.append(copy.copy_(source, non_blocking=True))  # laid out alike: the bytes as they are
-            left = record_event(self.device, stream)
-            departures = [Departure(source, host, left) for host, source in zip(hosts, sources, strict=True)]
-            for departure in departures:
-                departure.host.used_until(left)
-            if left is not None:
-                self._under_way += departures
-            return departures, copies
-
-    def _forget_ended(self) -> None:
-        """Let go of what has been copied."""
-        while self._under_way and self._under_way[0].ended():
-            self._under_way.popleft()
-
-    def _make_way(self, nbytes: int) -> None:
-        self._forget_ended()
-        while self._under_way and sum(each.nbytes for each in self._under_way) + nbytes > self._in_flight:
-            self._under_way.popleft().wait()
-
-    def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:
-        """The first bytes of `host`, which are there behind `left`, on the device; and what to wait for to use them.
-
-        Their memory is the current stream's. Whoever drops it before the event has passed must keep it until then.
-        """
-        with self._lock:
-            self._forget_ended()
-        stream = self._returns
-        with torch.inference_mode(False):
-            back = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        made = record_event(self.device)  # torch's allocator may give memory that queued work still uses
-        with _on(stream), torch.inference_mode(False), torch.no_grad():
-            _wait_all(stream, [event for event in (made, left) if event is not None])
-            back.copy_(host.memory[:nbytes], non_blocking=True)
-        arrived = record_event(self.device, stream)
-        host.used_until(arrived)
-        return back, arrived
 
 
 class _ChunkRead:
@@ -484,18 +391,6 @@ def _typed(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if memory.data_ptr() % dtype.itemsize:
         memory = memory.clone()
     return memory.view(dtype)
-
-
-def _on(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if stream is None else stream
-
-
-def _wait_all(stream: torch.Stream | None, events: Sequence[torch.Event]) -> None:
-    """Let `stream` wait until the bytes it will overwrite are no longer in use."""
-    if stream is None:
-        return
-    for event in events:
-        stream.wait_event(event)
 
 
 _shared_lock = threading.Lock()

@@ -7,10 +7,9 @@ import pytest
 
 from support import run_program
 
-# Forks a process for each kill, since starting Python takes longer than all that it then does. The parent itself uses
-# nothing of overspill that starts threads, so that its children can.
+# The parent itself uses nothing of overspill that starts threads, so that its children can.
 PROGRAM = """
-    import gc, json, os, shutil, signal, sys, traceback
+    import gc, json, shutil
     from pathlib import Path
 
     import pytest
@@ -20,7 +19,7 @@ PROGRAM = """
     import overspill
     from faults.injection import Faults, install
     from faults.test_random_sequences import IDS, build, same, state_of, stored_in
-    from support import aligned, loaded, save_checkpoint
+    from support import aligned, came_to_its_end, die, in_child, loaded, save_checkpoint
 
     class Killer(Faults):
         # Stands before each call that touches files. The last one is done by half, where that can be.
@@ -33,22 +32,9 @@ PROGRAM = """
 
         def meet(self, name, nbytes=None):
             if self.calls == self.last:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             self.calls += 1
             return nbytes
-
-    def in_child(work):
-        child = os.fork()
-        if child == 0:
-            try:
-                work()
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            gc.collect()  # _exit runs no finalizers
-            os._exit(0)
-        return os.waitpid(child, 0)[1]
 
     def output(model):
         with torch.no_grad():
@@ -152,9 +138,7 @@ PROGRAM = """
                 case.work(folder)
                 (folder / "calls").write_text(str(killer.calls))
 
-        status = in_child(work)
-        assert status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL), (last, status)
-        return status == 0
+        return came_to_its_end(in_child(work), f"killed at call {last}")
 
     def kill(case, folder, points):
         fresh(folder, case)

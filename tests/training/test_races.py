@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from overspill import slab, transfer
-from overspill.devices import HostPages, host_bytes
+from overspill import host_link, slab, transfer
+from overspill.devices import CPU, HostPages, host_bytes, on_stream
 from overspill.training.activations import Activations, Limits
 from training.loops import STRATEGIES, Net, compare
 
 POISON = 0xFF  # in each byte: a NaN of every floating-point dtype
+Entered = Callable[[torch.Stream | None], contextlib.AbstractContextManager[object]]
+
+
+def have_copies_begin(entered: Entered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy is made within `entered`, which is told its stream: to the device, from it, and back."""
+    for module in (transfer, host_link):
+        monkeypatch.setattr(module, "on_stream", entered)
 
 
 @pytest.fixture(
@@ -30,16 +37,15 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         "fast": lambda: 0,
         "mixed": lambda: chance.choice([0, 100_000, 2_000_000]),
     }[request.param]
-    on = transfer._on
 
     @contextlib.contextmanager
     def slowly(stream: torch.Stream | None) -> Iterator[None]:
-        with on(stream):
+        with on_stream(stream):
             if stream is not None and (wait := cycles()):
                 torch.cuda._sleep(wait)
             yield
 
-    monkeypatch.setattr(transfer, "_on", slowly)
+    have_copies_begin(slowly, monkeypatch)
     return str(request.param)
 
 
@@ -62,7 +68,7 @@ def _ranges_are_poisoned_when_they_are_free(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, wait = transfer.Departure.ended, transfer.Departure.wait
+    ended, wait = host_link.Departure.ended, host_link.Departure.wait
 
     def overwrite(departure: Any, had: bool, device: torch.device | None) -> None:
         if had and departure._source is None and device is not None and device.type == "cuda":
@@ -77,8 +83,29 @@ def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytes
 
         return with_poison
 
-    monkeypatch.setattr(transfer.Departure, "ended", letting_go(ended))
-    monkeypatch.setattr(transfer.Departure, "wait", letting_go(wait))
+    monkeypatch.setattr(host_link.Departure, "ended", letting_go(ended))
+    monkeypatch.setattr(host_link.Departure, "wait", letting_go(wait))
+
+
+def test_each_copy_begins_where_it_is_made_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[torch.Stream | None] = []
+
+    def noting(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+        streams.append(stream)
+        return on_stream(stream)
+
+    have_copies_begin(noting, monkeypatch)
+    source, way = torch.arange(64, dtype=torch.uint8), transfer.Transfer(CPU)
+    window = slab.Window(4096, CPU)
+    target = window.take(64)
+    assert target is not None
+    way.from_host([(0, source)], target).wait()
+    assert len(streams) == 1
+    (departure,), _ = way.host_link.send([source])
+    assert len(streams) == 2
+    back, _ = way.host_link.bring_back(departure.host, 64, departure.left)
+    assert len(streams) == 3
+    assert torch.equal(back, source)
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
@@ -89,7 +116,7 @@ def test_training_has_the_same_bits(device: str, strategy: str, copies: str) -> 
 @pytest.mark.gpu
 def test_whoever_does_not_wait_for_what_came_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The amplifier itself: without that wait, gradients are wrong."""
-    monkeypatch.setattr(transfer, "_on", _slowly)
+    have_copies_begin(_slowly, monkeypatch)
     monkeypatch.setattr("overspill.training.activations.current_stream_waits", lambda device, event: None)
     x = torch.randn(64, 64, device="cuda:0", requires_grad=True)
 
@@ -110,7 +137,7 @@ def test_whoever_does_not_wait_for_what_came_back_is_found_out(monkeypatch: pyte
 
 @contextlib.contextmanager
 def _slowly(stream: torch.Stream | None) -> Iterator[None]:
-    with contextlib.nullcontext() if stream is None else stream:
+    with on_stream(stream):
         if stream is not None:
             torch.cuda._sleep(2_000_000)
         yield

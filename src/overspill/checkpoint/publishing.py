@@ -50,20 +50,18 @@ def publish(
     with _explained(f"cannot make the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        publication = _Publication(folder, shards)
+        publication, in_place = _Publication(folder, shards), False
         try:
             publication.write(fill)
             publication.put_in_place()
-        except BaseException:
-            publication.abandon()
-            raise
-        try:
+            in_place = True
             publication.clear_up()
         except BaseException:
             publication.abandon()
             raise
         finally:
-            stands(publication.spots())
+            if in_place:  # behind abandon, which removes names that a tensor would else be said to lie under
+                stands(publication.spots())
 
 
 def _check_target(folder: Path) -> None:

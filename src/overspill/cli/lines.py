@@ -3,20 +3,24 @@
 import errno
 import mmap
 import os
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 
 from overspill.config import MIB
 from overspill.devices import PAGE, reader_threads
 
-_CHUNK = 16 * MIB
+CHUNK = 16 * MIB
+"""Bytes a read, as many as the library reads at once."""
 
 
 def direct_rate(file: Path) -> float | None:
     """Bytes a second from the disk itself, past the page cache. None where the file system has no direct reads."""
     try:
-        return _read_all(file, os.O_DIRECT)
+        return read_rate([file], os.O_DIRECT)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return None
@@ -25,8 +29,8 @@ def direct_rate(file: Path) -> float | None:
 
 def cached_rate(file: Path) -> float:
     """Bytes a second from the page cache, which holds all of the file afterwards."""
-    _read_all(file, 0)
-    return _read_all(file, 0)
+    read_rate([file])
+    return read_rate([file])
 
 
 def drop_from_cache(file: Path) -> None:
@@ -39,29 +43,44 @@ def drop_from_cache(file: Path) -> None:
         os.close(descriptor)
 
 
-def _read_all(file: Path, flags: int) -> float:
-    """Bytes a second, with as many threads as the library has."""
-    descriptor = os.open(file, os.O_RDONLY | flags)
-    try:
-        size = os.fstat(descriptor).st_size
-        threads = reader_threads()
-        buffers = [memoryview(mmap.mmap(-1, _CHUNK)) for _ in range(threads)]
+def read_rate(files: Sequence[Path], flags: int = 0) -> float:
+    """Bytes a second of reading all of `files`, with as many threads as the library has and a buffer each."""
+    with ExitStack() as opened:
+        descriptors = []
+        for file in files:
+            descriptors.append(os.open(file, os.O_RDONLY | flags))
+            opened.callback(os.close, descriptors[-1])
+        sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
+        chunks = _chunks(descriptors, sizes)
+        lock = threading.Lock()
+
+        def work(buffer: memoryview) -> None:
+            while True:
+                with lock:
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                _read(*chunk, buffer)
+
+        buffers = [memoryview(mmap.mmap(-1, CHUNK)) for _ in range(reader_threads())]
         for buffer in buffers:
-            buffer[::PAGE] = b"\1" * (_CHUNK // PAGE)  # page faults are no part of the disk's rate
-
-        def work(thread: int) -> None:
-            for offset in range(thread * _CHUNK, size, threads * _CHUNK):
-                _read(descriptor, buffers[thread], offset, min(_CHUNK, size - offset))
-
-        with ThreadPoolExecutor(threads) as pool:
+            buffer[::PAGE] = b"\1" * (CHUNK // PAGE)  # page faults are no part of the disk's rate
+        with ThreadPoolExecutor(len(buffers)) as pool:
             start = perf_counter()
-            list(pool.map(work, range(threads)))
-            return size / (perf_counter() - start)
-    finally:
-        os.close(descriptor)
+            list(pool.map(work, buffers))
+            return sum(sizes) / (perf_counter() - start)
 
 
-def _read(descriptor: int, buffer: memoryview, offset: int, nbytes: int) -> None:
+def _chunks(descriptors: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Where each starts, and how many bytes it has."""
+    for descriptor, size in zip(descriptors, sizes, strict=True):
+        for offset in range(0, size, CHUNK):
+            yield descriptor, offset, min(CHUNK, size - offset)
+
+
+def _read(descriptor: int, offset: int, nbytes: int, buffer: memoryview) -> None:
     done = 0
     while done < nbytes:  # a direct read asks for whole pages, and may stop early at the end of an extent
-        done += os.preadv(descriptor, [buffer[done:]], offset + done)
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        assert count > 0, "the file became shorter"
+        done += count

@@ -13,8 +13,8 @@ import torch
 from overspill.config import MIB, format_size
 from overspill.devices import OUR_THREADS, buffer_of
 from overspill.errors import OffloadFolderError
+from overspill.host_link import Departure
 from overspill.slab import HostPool, Slab
-from overspill.transfer import Departure
 
 _IN_FLIGHT = 512 * MIB
 """Bytes in host memory that may wait to be written."""

@@ -1,0 +1,106 @@
+"""Bytes on their way from a device to host memory, and back: what training leaves there for a while."""
+
+import threading
+from collections import deque
+from collections.abc import Collection
+
+import torch
+
+from overspill.config import MIB
+from overspill.devices import new_stream, on_stream, record_event, stream_waits
+from overspill.slab import HostPool, Slab
+
+IN_FLIGHT = 512 * MIB
+"""Bytes that may be on their way to host memory at once. What is on its way still takes device memory."""
+
+
+class Departure:
+    """A copy from a device to host memory. Holds what it copies until the copy has ended."""
+
+    def __init__(self, source: torch.Tensor, host: Slab, left: torch.Event | None) -> None:
+        self.nbytes = source.nbytes
+        self.host = host
+        self.left = left  # on the stream of departures, behind the copy
+        self._source: torch.Tensor | None = source
+
+    def ended(self) -> bool:
+        """Whether the copy has ended."""
+        if self._source is not None and (self.left is None or self.left.query()):
+            self._source = None
+        return self._source is None
+
+    def wait(self) -> None:
+        """Wait here until the copy has ended."""
+        if self.left is not None and self._source is not None:
+            self.left.synchronize()
+        self._source = None
+
+
+class HostLink:
+    """What leaves one device for host memory and may come back: pinned memory for it, and a stream each way.
+
+    Two streams, since the link carries as much in one direction while it is busy in the other.
+    """
+
+    def __init__(self, device: torch.device, *, in_flight: int = IN_FLIGHT) -> None:
+        self.device = device
+        self.pool = HostPool(device)
+        self._in_flight = in_flight
+        self._departures, self._returns = new_stream(device), new_stream(device)
+        self._under_way: deque[Departure] = deque()
+        self._lock = threading.Lock()
+
+    def send(self, sources: Collection[torch.Tensor]) -> tuple[list[Departure], list[torch.Tensor]]:
+        """Start to copy dense tensors to host memory, once all that this thread has queued so far is computed.
+
+        Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
+        Returns also the copies, which have their values once the departures have ended.
+        """
+        with self._lock:
+            self._make_way(sum(source.nbytes for source in sources))
+            hosts = [self.pool.take(source.nbytes) for source in sources]
+            copies = []
+            stream = self._departures
+            computed = record_event(self.device)
+            with on_stream(stream), torch.inference_mode(False), torch.no_grad():
+                stream_waits(stream, [] if computed is None else [computed])
+                for host, source in zip(hosts, sources, strict=True):
+                    stream_waits(stream, host.overwrite_after)
+                    copy = torch.empty(0, dtype=source.dtype)
+                    copy.set_(host.memory.untyped_storage(), 0, source.shape, source.stride())
+                    copies.append(copy.copy_(source, non_blocking=True))  # laid out alike: the bytes as they are
+            left = record_event(self.device, stream)
+            departures = [Departure(source, host, left) for host, source in zip(hosts, sources, strict=True)]
+            for departure in departures:
+                departure.host.used_until(left)
+            if left is not None:
+                self._under_way += departures
+            return departures, copies
+
+    def _forget_ended(self) -> None:
+        """Let go of what has been copied."""
+        while self._under_way and self._under_way[0].ended():
+            self._under_way.popleft()
+
+    def _make_way(self, nbytes: int) -> None:
+        self._forget_ended()
+        while self._under_way and sum(each.nbytes for each in self._under_way) + nbytes > self._in_flight:
+            self._under_way.popleft().wait()
+
+    def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:
+        """The first bytes of `host`, which are there behind `left`, on the device; and what to wait for to use them.
+
+        Their memory is the current stream's. Whoever drops it before the event has passed must keep it until then.
+        """
+        with self._lock:
+            self._forget_ended()
+        stream = self._returns
+        with torch.inference_mode(False):
+            back = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        made = record_event(self.device)  # torch's allocator may give memory that queued work still uses
+        with on_stream(stream), torch.inference_mode(False), torch.no_grad():
+            stream_waits(stream, [event for event in (made, left) if event is not None])
+            back.copy_(host.memory[:nbytes], non_blocking=True)
+        arrived = record_event(self.device, stream)
+        host.used_until(arrived)
+        return back, arrived
