@@ -71,8 +71,8 @@ def aligned(model: nn.Module) -> nn.Module:
 
 
 DATA_STARTS_AT = 8
-"""Where tensors begin in files of `save_checkpoint`, beyond a multiple of 64: as in most, they are too little aligned to
-be computed with where they lie. See the fixture `mapped`."""
+"""Where tensors begin in files of `save_checkpoint`, beyond a multiple of 64: as in most files, they are too little
+aligned to be computed with where they lie. See the fixture `mapped`."""
 
 
 def save_checkpoint(model: nn.Module, folder: Path) -> Path:

@@ -18,7 +18,6 @@ from overspill.errors import StateError
 from overspill.managed import managed
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units, window_bytes_in_use
 
-
 CASES = [
     *(pytest.param((tier, "cpu"), id=f"{tier}-cpu") for tier in [*TIERS, "mapped"]),
     *(pytest.param((tier, "cuda:0"), id=f"{tier}-cuda", marks=pytest.mark.gpu) for tier in TIERS),

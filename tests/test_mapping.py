@@ -6,6 +6,7 @@ the fixture `mapped`.
 
 import errno
 import fcntl
+import itertools
 import os
 import threading
 from collections import Counter
@@ -27,7 +28,7 @@ from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.lease import Lease
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import CheckpointChangedError, CheckpointReadError
-from overspill.mapping import Mapping, MappedSlab
+from overspill.mapping import MappedSlab, Mapping
 from overspill.tensors import TensorSpec
 from support import Net, aligned, loaded, run, run_program, save_checkpoint, streamed_units
 
@@ -151,11 +152,11 @@ def test_a_refused_lease_leaves_no_file_open(
         return real(descriptor, command, argument)
 
     infer(model)  # the checkpoint itself stays open
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(lease.fcntl, "fcntl", refusing)
     assert torch.equal(infer(model), run(reference, IDS))
     assert not is_mapped(model)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 # ---------------------------------------------------------------- edits
@@ -515,7 +516,7 @@ def test_every_tensor_lies_in_the_slab_as_in_its_file(
     offsets = mapping_.layout.offsets
     assert all(offset % 64 == 0 for offset in offsets)
     taken = sorted((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True) if size)
-    assert all(first[1] <= second[0] for first, second in zip(taken, taken[1:], strict=False))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(taken))
     for index, values in enumerate(expected):
         if index not in mapping_.copied:
             start = offsets[index]

@@ -31,6 +31,9 @@ from overspill.tensors import TensorSpec
 _WORTH_A_RUN = 256 * KIB  # what is smaller is copied: a mapping costs the kernel more
 _WORTH_MAPPING = 0.9  # of a unit's bytes that can be mapped; else its memory is better taken from the window
 _CHUNK = 16 * MIB  # that one thread brings in
+_HUGE_PAGE = 2 * MIB
+"""Where a file's pages show at the same distance from a multiple of this, the kernel maps many of them as one. Memory
+in between is never touched, and takes none."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Mapping:
             nbytes = align(last.offset + last.nbytes, PAGESIZE) - floor
             if nbytes < _WORTH_A_RUN:
                 continue
+            end += (floor - end) % _HUGE_PAGE
             runs.append(Run(first.file, floor, end, nbytes))
             for index, span in members:
                 offsets[index] = end + span.offset - floor
@@ -101,6 +105,7 @@ class MappedPiece:
     """Pages that show a file's, to be brought in."""
 
     run: Run
+    descriptor: int
     memory: torch.Tensor
     """All of the slab, which lives as long as it is brought in."""
 
@@ -113,7 +118,11 @@ class MappedPiece:
         run = self.run
         for done in range(0, run.nbytes, _CHUNK):
             part = Run(run.file, run.offset + done, run.start + done, min(_CHUNK, run.nbytes - done))
-            yield MappedPiece(part, self.memory)
+            yield MappedPiece(part, self.descriptor, self.memory)
+
+    def is_cached(self) -> bool:
+        """Whether no disk is needed to bring the pages in."""
+        return pagecache.lies_in_page_cache(self.descriptor, self.run.offset, self.run.nbytes) is True
 
     def bring_in(self) -> None:
         """Wait until the pages are in memory."""
@@ -130,13 +139,14 @@ class MappedSlab(Slab):
     """Memory of which most shows pages of files. It is used between `hold` and `let_go`, and lives as long as views."""
 
     def __init__(self, mapping: Mapping, reader: FileReader) -> None:
-        memory, _ = lease_range(HostPages(mapping.layout.nbytes), 0, mapping.layout.nbytes)
+        pages = HostPages(mapping.layout.nbytes + _HUGE_PAGE)
+        memory, _ = lease_range(pages, -pages.address % _HUGE_PAGE, mapping.layout.nbytes)
         for run in mapping.runs:
             pagecache.show(memory.data_ptr() + run.start, reader.descriptor(run.file), run.offset, run.nbytes)
         super().__init__(memory, [], [])
         self.layout = mapping.layout
         self.mapping = mapping
-        self.is_filled = False  # what is copied has been
+        self.is_filled = False  # what is mapped has been brought in once, and what is copied has been
         self.is_own = False  # it shows no file any more
         self._reader = reader
         self._leases: list[Lease] = []
@@ -209,7 +219,14 @@ class MappedSlab(Slab):
 
     def pieces(self) -> list[MappedPiece]:
         """What to bring in."""
-        return [] if self.is_own else [MappedPiece(run, self.memory) for run in self.mapping.runs]
+        return [
+            MappedPiece(run, self._reader.descriptor(run.file), self.memory)
+            for run in self.mapping.runs
+            if not self.is_own and not (self.is_filled and self._is_in_memory(run))
+        ]
+
+    def _is_in_memory(self, run: Run) -> bool:
+        return pagecache.are_in_memory(self.memory.data_ptr() + run.start, run.nbytes)
 
 
 _alive: weakref.WeakSet[MappedSlab] = weakref.WeakSet()

@@ -276,8 +276,8 @@ class Transfer:
         Where the targets lie in `slab`, the copies wait for the slab's last users. Else they wait for what the current
         stream was asked to do so far: torch's allocator gives memory that such work may still use.
         """
-        chunks = [chunk for piece in pieces for chunk in piece.chunks()]
         nbytes = sum(piece.nbytes for piece in pieces)
+        chunks = [chunk for piece in pieces for chunk in piece.chunks() if not _brought_in_at_once(chunk)]
         fetch = Fetch(self.device, len(chunks), nbytes, uses=None if slab is None else slab.uses)
         made = None if slab is not None else record_event(self.device)
         stream_waits(self._disk_copies, slab.overwrite_after if slab is not None else [] if made is None else [made])
@@ -373,6 +373,17 @@ def _without_frames(error: BaseException) -> BaseException:
         part.__traceback__ = None
         part = part.__cause__ or part.__context__
     return error
+
+
+def _brought_in_at_once(piece: Piece | MappedPiece) -> bool:
+    """Bring in what is in memory already: waking another thread for that takes longer than doing it."""
+    if not isinstance(piece, MappedPiece) or not piece.is_cached():
+        return False
+    try:
+        piece.bring_in()
+    except CheckpointReadError:
+        return False  # whoever waits for it is told
+    return True
 
 
 def _land_on_host(piece: Piece, reader: RangeReader) -> None:

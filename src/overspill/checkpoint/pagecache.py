@@ -25,6 +25,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # advice that is done at once, and tel
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -66,6 +67,15 @@ def show(address: int, descriptor: int, offset: int, nbytes: int) -> None:
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
     if _libc.mmap(address, nbytes, protection, flags, descriptor, offset) != address:
         raise _last_error()
+
+
+def are_in_memory(address: int, nbytes: int) -> bool:
+    """Whether no page that is shown at `address` needs the disk. Much faster than to bring in those that are there.
+
+    Whoever may not write to the file is told that they all are; but then there is no lease on it either.
+    """
+    found = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+    return _libc.mincore(address, nbytes, found) == 0 and b"\0" not in found.raw[: len(found)]
 
 
 def bring_in(address: int, nbytes: int) -> None:
