@@ -566,8 +566,9 @@ def test_more_memory_never_offloads_more(found, device, more, window):
         assert plan is None or offloaded(plan) <= offloaded(less)
 
 
-def test_more_memory_never_offloads_more_where_tensors_that_are_read_in_place_part_the_blocks():
-    sizes = [10, 1, 1, 10, 1, 1, 3]  # once those of size 1 are resident, the large ones are neighbours
+@pytest.mark.parametrize("sizes", [[10, 1, 1, 10, 1, 1, 3], [10, 1, 1, 10, 1, 1, 7, 1, 1]], ids=["small", "alike"])
+def test_more_memory_never_offloads_more_where_tensors_that_are_read_in_place_part_the_blocks(sizes):
+    """Those have the size 1. Once they are resident, the large blocks are neighbours, and need a larger window."""
     found = whole(*(unit(f"u{index}", 256 * n, roots=() if n == 1 else None) for index, n in enumerate(sizes)))
     plans = [planned_or_none(found, 256 * n, 0) for n in range(sum(sizes) + 1)]
     left_out = [offloaded(plan) for plan in plans if plan is not None]
