@@ -188,6 +188,12 @@ def test_a_window_for_two_units_comes_before_what_is_read_in_place():
     assert plan.window == 2 * 1024 - 256
 
 
+def test_two_blocks_fit_beside_resident_units_also_where_a_tensor_that_is_read_in_place_parts_them():
+    first, table, second = unit("first", 14 * 256), unit("table", 3 * 256, roots=()), unit("second", 16 * 256)
+    plan = planned(whole(first, table, second, unit("third", 8 * 256), unit("large", 15 * 256, roots=())), 39 * 256)
+    assert plan.window >= first.nbytes + second.nbytes
+
+
 def test_the_window_holds_all_that_one_module_needs():
     shared = unit("shared", 4096, roots=("blocks.0", "blocks.5"))
     plan = planned(whole(shared, *blocks(8)), 5 * 1024, cpu=10**6)
@@ -558,6 +564,16 @@ def test_more_memory_never_offloads_more(found, device, more, window):
         everything_fits = sum(unit.nbytes for unit in found.units) + found.stays_nbytes <= device + more
         assert plan is not None or (everything_fits and window is not None)
         assert plan is None or offloaded(plan) <= offloaded(less)
+
+
+@pytest.mark.parametrize("sizes", [[10, 1, 1, 10, 1, 1, 3], [10, 1, 1, 10, 1, 1, 7, 1, 1]], ids=["small", "alike"])
+def test_more_memory_never_offloads_more_where_tensors_that_are_read_in_place_part_the_blocks(sizes):
+    """Those have the size 1. Once they are resident, the large blocks are neighbours, and need a larger window."""
+    found = whole(*(unit(f"u{index}", 256 * n, roots=() if n == 1 else None) for index, n in enumerate(sizes)))
+    plans = [planned_or_none(found, 256 * n, 0) for n in range(sum(sizes) + 1)]
+    left_out = [offloaded(plan) for plan in plans if plan is not None]
+    assert left_out[-1] == 0
+    assert left_out == sorted(left_out, reverse=True)
 
 
 @given(found=cuts(), device=bytes_of, cpu=bytes_of, more=bytes_of)

@@ -35,6 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "planner.py": ("test_planner.py", "test_plan.py", "test_windows.py"),
     "schedule.py": ("training/test_schedule.py", "test_run.py"),
     "residency.py": (
+        "test_residency.py",
         "training/test_schedule.py",
         "training/test_races.py",
         "training/test_offload_training.py::test_a_block_comes_once_for_its_forward_and_once_for_its_backward",
