@@ -94,6 +94,12 @@ class Shelf:
     def move_in(self, tensors: Sequence[torch.Tensor]) -> None:
         raise AssertionError("nobody moves in here")
 
+    def mapping(self) -> None:
+        return None
+
+    def map(self) -> None:
+        return None
+
     def files(self) -> set[SourceFile]:
         return set()
 
@@ -577,6 +583,22 @@ def test_what_is_larger_than_the_window_is_taken_outside_it(caplog: pytest.LogCa
     stage.call("a")
     assert "no room for a" in caplog.text
     assert stage.window.free_bytes() == SIZE
+    assert stage.there() == "", "memory that no window counts is held"
+
+
+def test_what_is_taken_outside_the_window_stays_for_the_rest_of_a_backward() -> None:
+    stage = Stage({"a": 2, "b": 1}, window=1)
+    fetched: list[str] = []
+
+    def work() -> None:
+        for _ in range(2):
+            stage.lend("a")
+            stage.lend("b")
+        fetched.extend(stage.fetched())
+
+    in_a_backward(work)
+    assert fetched == ["a", "b"]
+    assert "a" not in stage.there()
 
 
 def test_a_call_never_waits_for_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -149,6 +149,12 @@ class Residency:
             self._drop(unit)
         if unit.users == 0:
             unit.let_go()
+            if self._backward is None:  # else it may be wanted once more before that ends
+                self._drop_extra(unit)
+
+    def _drop_extra(self, unit: StreamedUnit) -> None:
+        if unit.slab is not None and unit.slab.is_extra and unit.users == 0:
+            self._drop(unit)
 
     def loans(self, use: "Use") -> list[tuple[Store, Slab, Loan]]:
         """What a call computes with, and how its backward gets that again."""
@@ -192,6 +198,9 @@ class Residency:
     def end_backward(self) -> None:
         """A backward that needed units is over."""
         self._backward = None
+        with self._changed:
+            for unit in self._units:
+                self._drop_extra(unit)
         if self._running == 0:
             self._rest()
 
@@ -380,7 +389,7 @@ class Residency:
                 continue
             keep.add(unit)
             room -= unit.nbytes
-            if room < 0 and not self._two_sources:  # else a small one from the other source may follow
+            if room < 0:
                 return
             self._drop_outdated(unit)
             if may_map:
@@ -408,7 +417,7 @@ class Residency:
             self._drop(unit)
 
     def _ahead(self, line: Line[Step]) -> Iterator[StreamedUnit]:
-        """The units of the coming steps. The next one from disk comes second, however far: the disk must not idle."""
+        """The units of the coming steps: the next one, then those on disk, however far: the disk must not idle."""
         coming = (unit for step in self._schedule.upcoming(line) for unit in step.root.units)
         if not self._two_sources:
             yield from coming

@@ -84,6 +84,7 @@ class Slab:
         self.uses = uses  # what whoever has these bytes next must wait for
         self.name = ""  # of the unit that they are
         self.layout: Layout | None = None  # of that unit's tensors in it
+        self.is_extra = False  # no window has room for it: it goes as soon as nobody uses it
 
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""
@@ -202,6 +203,7 @@ def extra_slab(nbytes: int, device: torch.device, streams: Sequence[torch.Stream
     """A slab outside any window, for the rare call that could otherwise never go on."""
     slab = _Arena(max(nbytes, 1), device, streams).take(max(nbytes, 1), to_stay=False)
     assert slab is not None
+    slab.is_extra = True
     return slab
 
 
