@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +404,7 @@ def test_what_nobody_keeps_is_not_copied(model: Net, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def failing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def failing_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Pages cannot be brought in while this holds True."""
     failing = [False]
     bring_in = pagecache.bring_in
