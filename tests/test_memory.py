@@ -113,9 +113,12 @@ def _llama() -> nn.Module:
         return AutoModelForCausalLM.from_config(namespace["CONFIG"], dtype=torch.float32)  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two gigabytes in one file, written in seconds: the same random numbers over and over."""
+@pytest.fixture(scope="module", params=["aligned"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two gigabytes in one file, written in seconds: the same random numbers over and over.
+
+    Aligned as `overspill.save` does it, they are computed with where they lie. Files of others are seldom so.
+    """
     folder = tmp_path_factory.mktemp("llama")
     header, end = {}, 0
     for name, tensor in _llama().state_dict().items():
@@ -123,6 +126,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         end += tensor.nbytes
     assert 1.8e9 < end < 2.2e9
     raw = json.dumps(header).encode()
+    raw += b" " * ((-8 - len(raw)) % 4096 + (8 if request.param == "unaligned" else 0))
     values = torch.randn(20_000_003) * 0.02
     numbers = buffer_of(values)
     with (folder / "model.safetensors").open("wb") as file:
@@ -136,6 +140,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 OURS = """
     import overspill
+    from support import streamed_units
 
     with Watch() as built:
         model = skeleton()
@@ -146,7 +151,8 @@ OURS = """
     assert logits[0] == logits[1] == logits[2]
     largest = max(placement.unit.nbytes for placement in plan.placements)
     found = {"skeleton": built.growth, "growth": run.growth, "window": plan.window, "largest": largest}
-    say({**found, "disk": plan.disk_bytes, "logits": logits[0]})
+    mapped = all(unit.mapped is not None for unit in streamed_units(model))
+    say({**found, "disk": plan.disk_bytes, "logits": logits[0], "mapped": mapped})
     take_turns(model)
 """
 
@@ -162,6 +168,7 @@ THEIRS = """
 """
 
 
+@pytest.mark.parametrize("checkpoint", ["unaligned", "aligned"], indirect=True)
 def test_two_gigabytes_on_disk_run_within_the_window_and_faster_than_with_accelerate(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -169,8 +176,9 @@ def test_two_gigabytes_on_disk_run_within_the_window_and_faster_than_with_accele
         found, logits = ours.answer(), theirs.answer()
         assert found["disk"] > 1.8e9
         assert found["skeleton"] < 50e6, "a skeleton costs nothing"
-        assert found["growth"] < found["window"] + ALLOWED
-        assert found["growth"] > found["largest"], "the window was not seen, so nothing was measured"
+        assert found["growth"] < (ALLOWED if found["mapped"] else found["window"] + ALLOWED)
+        assert found["mapped"] or found["growth"] > found["largest"], "the window was not seen: nothing was measured"
+        assert found["mapped"] == (checkpoint.stat().st_size % 64 == 0)
         torch.testing.assert_close(torch.tensor(found["logits"]), torch.tensor(logits), rtol=1e-3, atol=1e-4)
 
         turns = [(ours.turn(), theirs.turn()) for _ in range(3)]  # whatever else the machine does, it does to both
@@ -180,8 +188,8 @@ def test_two_gigabytes_on_disk_run_within_the_window_and_faster_than_with_accele
     our_median, their_median = (statistics.median(itertools.chain(*seconds)) for seconds in zip(*turns, strict=True))
     print(f"memory grew by {found['growth'] / 1e6:.0f} MB; the window is {found['window'] / 1e6:.0f} MB")  # noqa: T201
     print(f"{our_median:.3f} s a pass; Accelerate {their_median:.3f} s, {their_median / our_median:.2f} times as long")  # noqa: T201
-    # docs/benchmarks.md has the ratio, and what limits it. Here other tests may use the cores.
-    assert their_median > our_median
+    # docs/benchmarks.md has the ratios, and what limits them. Here other tests may use the cores.
+    assert their_median > (2 if found["mapped"] else 1) * our_median
 
 
 CONVERTED = """
