@@ -23,6 +23,7 @@ from torch import nn
 
 import overspill
 from overspill.checkpoint import open_checkpoint, writer
+from overspill.checkpoint.index import SourceFile
 from overspill.checkpoint.publishing import _Publication
 from overspill.errors import (
     BudgetError,
@@ -34,7 +35,7 @@ from overspill.errors import (
 )
 from overspill.homes import DiskTensor
 from overspill.tensors import TensorSpec
-from support import Block, Net, aligned, loaded, run_program, save_checkpoint
+from support import Block, Net, aligned, loaded, run_program, save_checkpoint, streamed_units
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ALL_TIERS = ["device", "cpu", "disk", "mixed"]
@@ -1287,3 +1288,25 @@ def test_a_model_whose_save_over_its_source_could_not_clear_up_goes_on_with_the_
     overspill.save(model, tmp_path, progress=False)
     assert not [path.name for path in tmp_path.iterdir() if "overspill" in path.name]
     assert torch.equal(load_file(tmp_path / "model.safetensors")["embed.weight"], twin.get_parameter("embed.weight"))
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("shard_size", ["1GB", 20_000])
+def test_a_model_whose_save_is_interrupted_at_the_step_that_counts_refers_to_what_stands(
+    shard_size: int | str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(aligned(Net()).eval(), tmp_path)
+    model = loaded(Net, tmp_path, "disk")
+    overspill.save(model, tmp_path, max_shard_size=shard_size, progress=False)
+    put_in_place = _Publication.put_in_place
+
+    def interrupted(self: _Publication) -> None:
+        if when == "behind":
+            put_in_place(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Publication, "put_in_place", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        overspill.save(model, tmp_path, max_shard_size=shard_size, progress=False)
+    referred = {file for unit in streamed_units(model) for file in unit.store.files()}
+    assert referred == {SourceFile.at(file.path) for file in referred}

@@ -50,17 +50,17 @@ def publish(
     with _explained(f"cannot make the folder {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        publication, in_place = _Publication(folder, shards), False
+        publication = _Publication(folder, shards)
         try:
             publication.write(fill)
             publication.put_in_place()
-            in_place = True
             publication.clear_up()
         except BaseException:
             publication.abandon()
             raise
         finally:
-            if in_place:  # behind abandon, which removes names that a tensor would else be said to lie under
+            # Behind abandon, which removes names that a tensor would else be said to lie under.
+            if publication.stands():
                 stands(publication.spots())
 
 
@@ -115,6 +115,7 @@ class _Publication:
         self._aside = [f"{stem}.{tag}.safetensors" for stem in stems]
         self._index_aside = folder / f"model.{tag}.json"
         self._old_index_aside = folder / f"model.{other_tag}.json"
+        self._inodes: list[int] = []  # of the shards, whatever their names
         self._old = self._old_files()
 
     # Aside.
@@ -128,6 +129,7 @@ class _Publication:
             with _explained(f"writing {path} failed"), SafetensorsWriter(path, layout, mode=PUBLIC) as writer:
                 for tensor in layout.specs:
                     fill(writer, tensor)
+            self._inodes.append(path.stat().st_ino)
 
     def abandon(self) -> None:
         """Remove what was written aside, unless it is the checkpoint by now: an interrupt can come at any line."""
@@ -224,6 +226,16 @@ class _Publication:
         """The safetensors checkpoint that is in the folder: what a new one replaces."""
         old = {name for name in (WHOLE, INDEX) if (self._folder / name).is_file()}
         return old.union(_shards_of(self._folder / INDEX)) if INDEX in old else old
+
+    def stands(self) -> bool:
+        """Whether the new checkpoint is the one in the folder: an interrupt can come behind the step that counts."""
+        if len(self._inodes) < len(self._shards):
+            return False  # not all of it was written
+        names = {WHOLE} if len(self._shards) == 1 else _shards_of(self._folder / INDEX)
+        try:
+            return {(self._folder / name).stat().st_ino for name in names} == set(self._inodes)
+        except OSError:
+            return False
 
     def spots(self) -> Spots:
         """Where each tensor lies now."""
