@@ -25,7 +25,7 @@ import torch
 import support
 from overspill import mapping
 from overspill.checkpoint.reader import FileReader
-from overspill.mapping import MappedPiece
+from overspill.mapping import MappedPiece, MappedSlab
 from overspill.transfer import Transfer
 from support import Where
 
@@ -67,11 +67,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Bytes read from disk, or mapped, and copied from host memory since this was last cleared."""
+    """Bytes read from disk, or used where they lie there, and copied from host memory since this was last cleared."""
     count: Counter[str] = Counter()
     lock = threading.Lock()  # several threads read at once
     read, read_aligned, from_host = FileReader.read, FileReader.read_aligned, Transfer.from_host
-    bring_in = MappedPiece.bring_in
+    pieces = MappedSlab.pieces
 
     def note(tier: str, nbytes: int) -> None:
         with lock:
@@ -85,9 +85,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         note("disk", nbytes)
         return read_aligned(self, file, offset, nbytes, scratch)
 
-    def counting_map(self: MappedPiece) -> None:
-        note("disk", self.nbytes)
-        bring_in(self)
+    def counting_pieces(self: MappedSlab) -> list[MappedPiece]:
+        note("disk", sum(run.nbytes for run in self.mapping.runs))
+        return pieces(self)
 
     def counting_copy(self: Transfer, sources: Any, slab: Any) -> Any:
         note("cpu", sum(source.nbytes for _, source in sources))
@@ -95,7 +95,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(FileReader, "read", counting_read)
     monkeypatch.setattr(FileReader, "read_aligned", counting_read_aligned)
-    monkeypatch.setattr(MappedPiece, "bring_in", counting_map)
+    monkeypatch.setattr(MappedSlab, "pieces", counting_pieces)
     monkeypatch.setattr(Transfer, "from_host", counting_copy)
     return count
 
