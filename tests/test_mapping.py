@@ -104,6 +104,14 @@ def test_nothing_large_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert copied["bytes"] < 0.02 * sum(unit.nbytes for unit in streamed_units(model))
 
 
+def test_the_report_tells_of_it(model: Net) -> None:
+    assert "page cache" not in str(overspill.report(model))
+    infer(model)
+    report = overspill.report(model)
+    assert report.mapped == sum(unit.nbytes for unit in streamed_units(model))
+    assert "are computed with in the page cache" in str(report)
+
+
 def test_what_is_too_little_aligned_is_copied(
     reference: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: Counter[str]
 ) -> None:

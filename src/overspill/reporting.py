@@ -39,6 +39,8 @@ class Report:
     """… and was on its way."""
     waited: float
     """Seconds that calling threads stood still for bytes."""
+    mapped: int
+    """Bytes on disk that are computed with where they lie in the page cache: nothing is moved."""
     actual_seconds: float | None
     """The median of the last passes; None before the second one."""
     spans: Sequence[Span] = ()
@@ -55,6 +57,8 @@ class Report:
     def _facts(self) -> Iterator[str]:
         moved = " and ".join(f"{format_size(nbytes)} from {tier}" for tier, nbytes in sorted(self.moved.items()))
         yield f"passes so far: {self.passes}, which moved {moved or 'nothing'}"
+        if self.mapped:
+            yield f"{format_size(self.mapped)} on disk are computed with in the page cache, without a copy"
         if self.hit_rate is not None:
             late = self.needed - self.ready - self.under_way
             yield (
@@ -102,6 +106,7 @@ def report_of(model: nn.Module) -> Report:
         ready=counts.ready,
         under_way=counts.under_way,
         waited=counts.waited,
+        mapped=sum(unit.nbytes for unit in manager.units.values() if unit.mapped is not None),
         actual_seconds=statistics.median(seconds) if seconds else None,
         spans=manager.traced,
     )
