@@ -8,9 +8,10 @@ import errno
 import fcntl
 import itertools
 import os
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from overspill.checkpoint.lease import Lease
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import CheckpointChangedError, CheckpointReadError
 from overspill.mapping import MappedSlab, Mapping
+from overspill.residency import Residency
+from overspill.slab import Slab
+from overspill.streamed import StreamedUnit
 from overspill.tensors import TensorSpec
 from support import Net, aligned, loaded, run, run_program, save_checkpoint, streamed_units
 
@@ -481,6 +485,200 @@ def test_a_forked_child_computes_too(tmp_path: Path) -> None:
             os.waitpid(child, 0)
         """)
     assert sorted(printed.split("\n")[:2]) == ["child True", "parent True"]
+
+
+# ---------------------------------------------------------------- several threads, forks and interrupts
+
+
+def test_models_that_are_first_used_at_the_same_time_do_not_disturb_each_other(file: Path) -> None:
+    source = SourceFile.at(file)
+    whole = Mapping.of([TensorSpec((source.size,), torch.uint8)], [[FileSpan(source, 0, source.size)]])
+    assert whole is not None
+    failures: list[BaseException] = []
+    before = dict(mapping._runs_shown)
+
+    def make_some() -> None:
+        try:
+            reader = FileReader()
+            for _ in range(4):
+                assert None not in [MappedSlab.of(whole, reader) for _ in range(300)]
+        except BaseException as failure:
+            failures.append(failure)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=make_some) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    assert mapping._runs_shown == before, "what is gone counts for ever"
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_unit_that_another_thread_maps_while_this_one_waits_for_room_is_not_used_without_a_lease(
+    model: Net, reference: Net, monkeypatch: pytest.MonkeyPatch, with_grad: bool
+) -> None:
+    take, hold = Residency._take, MappedSlab.hold
+    refused: list[MappedSlab] = []
+    unit = streamed_units(model)[0]  # nothing is in front of it, so nobody fetches it ahead
+    unguarded: list[bool] = []
+
+    def take_slowly(self: Residency, unit: StreamedUnit, *, may_wait: bool) -> Slab:
+        slab = take(self, unit, may_wait=may_wait)
+        self._prefetch_mapped(unit)
+        return slab
+
+    def hold_later(self: MappedSlab) -> bool:
+        refused.append(self)
+        return len(refused) > 1 and hold(self)
+
+    monkeypatch.setattr(Residency, "_take", take_slowly)
+    if not with_grad:
+        monkeypatch.setattr(MappedSlab, "hold", hold_later)
+    model.blocks[0].norm.register_forward_hook(  # type: ignore[union-attr]
+        lambda *_: unguarded.append(unit.mapped is not None and (with_grad or not unit.mapped.is_held))
+    )
+    with torch.set_grad_enabled(with_grad):
+        assert torch.equal(model(IDS), run(reference, IDS))
+    assert unguarded == [False]
+
+
+def test_a_call_with_gradients_takes_nothing_from_pages_that_nobody_guards(model: Net, reference: Net) -> None:
+    infer(model)
+    unit = streamed_units(model)[-1]
+    assert unit.mapped is not None
+    unit.users += 1  # a call of another thread, that waits for the room that another unit of its module takes
+    model(IDS).square().mean().backward()
+    unit.users -= 1
+    run(reference, IDS).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_backward_that_outlasts_a_call_keeps_no_lease_of_it(
+    model: Net, reference: Net, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for = Residency._wait_for
+    is_lent, go_on = threading.Event(), threading.Event()
+
+    def wait_longer(self: Residency, what: str, units: Sequence[StreamedUnit]) -> None:
+        wait_for(self, what, units)
+        if threading.current_thread() is backward:
+            is_lent.set()
+            go_on.wait(60)
+
+    def begin() -> None:
+        backward.start()
+        assert is_lent.wait(60)
+
+    loss = model.blocks[1](torch.ones(2, 32)).square().sum()
+    for unit in streamed_units(model):
+        unit.drop()
+    backward = threading.Thread(target=loss.backward)
+    monkeypatch.setattr(Residency, "_wait_for", wait_longer)
+    try:
+        assert torch.equal(during(model, begin), run(reference, IDS))
+        assert opened_for_writing(file), "a lease is left"
+    finally:
+        go_on.set()
+        backward.join()
+    assert not any(isinstance(unit.slab, MappedSlab) and unit.slab.is_own for unit in streamed_units(model))
+    reference.blocks[1](torch.ones(2, 32)).square().sum().backward()
+    assert torch.equal(model.blocks[1].up.weight.grad, reference.blocks[1].up.weight.grad)  # type: ignore[union-attr, arg-type]
+
+
+def test_a_fork_in_the_midst_of_a_call_ends_no_lease_of_the_parent(tmp_path: Path) -> None:
+    printed = run_program(f"""
+        import os, torch, support
+        from pathlib import Path
+        from overspill import mapping
+        from support import Net, loaded, run, save_checkpoint, aligned, streamed_units
+
+        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        reference = aligned(Net()).eval()
+        file = save_checkpoint(reference, Path({str(tmp_path)!r}))
+        model = loaded(Net, file, "disk")
+        ids = torch.zeros(1, 3, dtype=torch.long)
+        children = []
+
+        def is_guarded():
+            try:
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+            except BlockingIOError:
+                return True
+            return False
+
+        def fork(*_):
+            hook.remove()
+            children.append(os.fork())
+            if children[-1]:
+                os.waitpid(children[-1], 0)
+                os.write(1, f"parent guarded {{is_guarded()}}\\n".encode())
+            else:
+                same = torch.equal(model(ids), run(reference, ids))  # a call within the one that goes on
+                os.write(1, f"within {{same}}\\n".encode())
+
+        with torch.no_grad():
+            hook = model.blocks[1].norm.register_forward_hook(fork)
+            same = torch.equal(model(ids), run(reference, ids))
+            os.write(1, f"{{'parent' if children[0] else 'child'}} {{same}} left {{is_guarded()}}\\n".encode())
+            if not children[0]:
+                os._exit(0)
+        """)
+    # While the child goes on, its parent guards the file.
+    assert printed.splitlines() == [
+        "within True",
+        "child True left True",
+        "parent guarded True",
+        "parent True left False",
+    ]
+
+
+def test_a_lease_that_is_forgotten_ends(file: Path) -> None:
+    source, reader = SourceFile.at(file), FileReader()
+    taken = Lease.take(source, reader.descriptor(source))
+    assert taken is not None
+    assert not opened_for_writing(file)
+    del taken
+    assert opened_for_writing(file)
+
+
+def test_a_fault_at_the_end_of_a_call_leaves_no_lease(
+    model: Net, reference: Net, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedUnit, "collect_writes", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            infer(model)
+    assert opened_for_writing(file), "a lease is left"
+    assert torch.equal(infer(model), run(reference, IDS))
+
+
+def test_a_file_cannot_change_while_bringing_it_in_begins(
+    model: Net, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = StreamedUnit.start
+    guarded: list[bool] = []
+
+    def looking(self: StreamedUnit, slab: Slab, *args: Any) -> None:
+        guarded.append(not isinstance(slab, MappedSlab) or not opened_for_writing(file))
+        for unit in streamed_units(model):
+            if unit.mapped is not None:
+                unit.mapped.end_leases()  # the attempt has broken them
+        start(self, slab, *args)
+
+    monkeypatch.setattr(StreamedUnit, "start", looking)
+    infer(model)
+    assert len(guarded) >= 4
+    assert all(guarded)
 
 
 # ---------------------------------------------------------------- the layout
