@@ -10,6 +10,7 @@ Note: what makes that safe. A model that computes on the CPU needs no copy of wh
 Where one of these cannot be had, the unit is copied to the window as ever.
 """
 
+import resource
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,7 @@ class MappedSlab(Slab):
     @classmethod
     def of(cls, mapping: Mapping, reader: FileReader) -> "MappedSlab | None":
         """None where it cannot be had now."""
-        if not pagecache.can_show() or sum(list(_runs_shown.values())) > _most_runs():
+        if not pagecache.can_show() or _counts_as_memory() or sum(list(_runs_shown.values())) > _most_runs():
             return None
         try:
             return cls(mapping, reader)
@@ -241,6 +242,17 @@ def _count_until_gone(runs: int, owner: object) -> None:
     slab = object()
     _runs_shown[slab] = runs
     weakref.finalize(owner, _runs_shown.pop, slab).atexit = False
+
+
+def _counts_as_memory() -> bool:
+    """Whether what shows a file counts as memory here, though it takes none: then the window is all we may have."""
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return True
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"  # no more is given than there is
+    except OSError:
+        return False
 
 
 def _most_runs() -> int:
