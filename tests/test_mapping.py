@@ -397,6 +397,27 @@ class Leaks(Net):
         self.kept = {"view": lambda: weight[3:5], "parameter": lambda: weight, "detached": weight.detach}[self.how]()
 
 
+def test_what_outlives_the_call_stays_when_the_file_is_shortened(tmp_path: Path) -> None:
+    printed = run_program(f"""
+        import os, torch, support
+        from pathlib import Path
+        from overspill import mapping
+        from support import Net, loaded, save_checkpoint, streamed_units
+
+        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        reference = Net().eval()
+        file = save_checkpoint(reference, Path({str(tmp_path)!r}))
+        model = loaded(Net, file, "disk")
+        kept = []
+        model.blocks[1].register_forward_hook(lambda block, *_: kept.append(block.up.weight))
+        with torch.no_grad():
+            model(torch.zeros(1, 3, dtype=torch.long))
+        os.truncate(file, 100)
+        print(torch.equal(kept[0], reference.blocks[1].up.weight))
+        """)
+    assert printed == "True\n"
+
+
 @pytest.mark.parametrize("how", ["view", "parameter", "detached"])
 def test_what_outlives_the_call_depends_on_no_file(file: Path, reference: Net, how: str) -> None:
     model = loaded(Leaks, file, "disk")
@@ -649,6 +670,19 @@ def test_a_fork_in_the_midst_of_a_call_ends_no_lease_of_the_parent(tmp_path: Pat
         "parent guarded True",
         "parent True left False",
     ]
+
+
+def test_an_interrupt_before_a_unit_is_fetched_first_leaves_the_model_usable(
+    model: Net, reference: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedSlab, "hold", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            infer(model)
+    assert torch.equal(infer(model), run(reference, IDS))
 
 
 def test_a_lease_that_is_forgotten_ends(file: Path) -> None:

@@ -111,6 +111,8 @@ class StreamedUnit:
 
     def is_outdated(self) -> bool:
         """Whether most of what was fetched has been edited at home since: an optimizer's step is not worth mending."""
+        if not self._stamps:
+            return True  # an interrupt came before anything was fetched
         pairs = zip(self.store.stamps(), self._stamps, self.store.layout.specs, strict=True)
         # A stamp that is a mere object says nothing: that tensor is looked at whenever the unit is made live.
         told = [pair for pair in pairs if type(pair[0]) is not object and type(pair[1]) is not object]

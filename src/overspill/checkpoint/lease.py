@@ -14,10 +14,12 @@ class Lease:
     Not for longer than /proc/sys/fs/lease-break-time (45 s): then the kernel takes it, and `is_intact` tells.
     """
 
+    _descriptor = -1
+
     def __init__(self, file: SourceFile, descriptor: int) -> None:
         self._file = file
-        self._descriptor = descriptor
         self._process = os.getpid()
+        self._descriptor = descriptor
 
     @classmethod
     def take(cls, file: SourceFile, descriptor: int) -> "Lease | None":
