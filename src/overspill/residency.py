@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from overspill.devices import CPU, Moment, at_end_of_backward, current_stream, record_event, running_backward
-from overspill.errors import CheckpointError, CheckpointReadError
+from overspill.errors import CheckpointError
 from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
@@ -238,12 +238,7 @@ class Residency:
         slab = self._mapped(unit)
         if slab is None or slab.hold():
             return
-        if slab.is_held:
-            raise CheckpointReadError(
-                f"a file that {unit.name} is computed from is being opened for writing while other calls use it. "
-                "Call again once that is done"
-            )
-        self._drop(unit)
+        self._leave_mapped(unit)
 
     def _mapped(self, unit: StreamedUnit) -> MappedSlab | None:
         """The unit's slab, if it shows files' pages or can be one that does."""
@@ -255,7 +250,7 @@ class Residency:
         return unit.mapped
 
     def _leave_mapped(self, unit: StreamedUnit) -> None:
-        """Have a unit in memory of its own, for a backward that comes at nobody knows what time."""
+        """Have a unit in memory of its own: for a backward that comes at nobody knows what time, or for a writer."""
         slab = unit.mapped
         if slab is None:
             return
