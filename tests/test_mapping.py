@@ -625,6 +625,59 @@ def test_a_backward_that_outlasts_a_call_keeps_no_lease_of_it(
     assert torch.equal(model.blocks[1].up.weight.grad, reference.blocks[1].up.weight.grad)  # type: ignore[union-attr, arg-type]
 
 
+def test_threads_go_on_right_while_files_are_opened_and_stop_with_an_error_once_they_are_shortened(
+    tmp_path: Path,
+) -> None:
+    printed = run_program(f"""
+        import logging, os, threading, time, torch, support
+        from collections import Counter
+        from pathlib import Path
+        from overspill import mapping
+        from overspill.errors import CheckpointChangedError
+        from support import Net, loaded, run, save_checkpoint, aligned
+
+        logging.disable()  # calls with gradients take more room than the window has
+        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        torch.set_num_threads(1)
+        reference = aligned(Net()).eval()
+        ids = torch.arange(12).view(1, 12)
+        expected = run(reference, ids).detach()
+        seen = Counter()
+
+        def call(model, phase, with_grad):
+            torch.set_grad_enabled(with_grad)
+            while phase[0] < 2:
+                try:
+                    output = model(ids)
+                    if with_grad:
+                        output.sum().backward()
+                    seen["right" if torch.equal(output, expected) else "wrong"] += 1
+                except CheckpointChangedError:
+                    seen["told" if phase[0] else "too early"] += 1
+                except BaseException as error:
+                    seen[repr(error)] += 1
+
+        for attempt in range(4):
+            file = save_checkpoint(reference, Path({str(tmp_path)!r}) / str(attempt))
+            model = loaded(Net, file, "disk")
+            phase, kinds = [0], (False, False, True)
+            threads = [threading.Thread(target=call, args=(model, phase, with_grad)) for with_grad in kinds]
+            for thread in threads:
+                thread.start()
+            for _ in range(10):
+                time.sleep(0.01)
+                os.close(os.open(file, os.O_WRONLY))
+            phase[0] = 1
+            os.truncate(file, 100)
+            time.sleep(0.05)
+            phase[0] = 2
+            for thread in threads:
+                thread.join()
+        print(sorted(seen))
+        """)
+    assert printed == "['right', 'told']\n"
+
+
 def test_a_fork_in_the_midst_of_a_call_ends_no_lease_of_the_parent(tmp_path: Path) -> None:
     printed = run_program(f"""
         import os, torch, support
