@@ -10,6 +10,7 @@ Note: what makes that safe. A model that computes on the CPU needs no copy of wh
 Where one of these cannot be had, the unit is copied to the window as ever.
 """
 
+import resource
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ class MappedSlab(Slab):
 
     def __init__(self, mapping: Mapping, reader: FileReader) -> None:
         pages = HostPages(mapping.layout.nbytes + _HUGE_PAGE)
-        memory, _ = lease_range(pages, -pages.address % _HUGE_PAGE, mapping.layout.nbytes)
+        memory, owner = lease_range(pages, -pages.address % _HUGE_PAGE, mapping.layout.nbytes)
+        _count_until_gone(len(mapping.runs), owner)
         for run in mapping.runs:
             pagecache.show(memory.data_ptr() + run.start, reader.descriptor(run.file), run.offset, run.nbytes)
         super().__init__(memory, [], [])
@@ -150,12 +152,11 @@ class MappedSlab(Slab):
         self.is_own = False  # it shows no file any more
         self._reader = reader
         self._leases: list[Lease] = []
-        _alive.add(self)
 
     @classmethod
     def of(cls, mapping: Mapping, reader: FileReader) -> "MappedSlab | None":
         """None where it cannot be had now."""
-        if not pagecache.can_show() or sum(len(slab.mapping.runs) for slab in _alive) > _most_runs():
+        if not pagecache.can_show() or _counts_as_memory() or sum(list(_runs_shown.values())) > _most_runs():
             return None
         try:
             return cls(mapping, reader)
@@ -168,8 +169,9 @@ class MappedSlab(Slab):
 
     def hold(self) -> bool:
         """Whether the files are what they were, and stay so until `let_go`."""
-        if self.is_own or self._leases:
+        if self.is_own or self.is_held:
             return all(lease.is_intact() for lease in self._leases)
+        self.end_leases()
         try:
             for file in {run.file for run in self.mapping.runs}:
                 lease = Lease.take(file, self._reader.descriptor(file))
@@ -183,22 +185,22 @@ class MappedSlab(Slab):
             return False
         return True
 
-    def can_be_held(self) -> bool:
-        """Whether `hold` would succeed now: else there is no use in bringing it in."""
-        if self._leases:
-            return True
-        held = self.hold()
-        self.end_leases()
-        return held
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody computes with it. A process that was forked meanwhile does not, but has the same leases."""
+        return any(lease.is_ours() for lease in self._leases)
 
     def let_go(self) -> None:
         """Others may write to the files again. Raises CheckpointChangedError where one did so before it was allowed."""
         try:
-            for lease in self._leases:
-                if not lease.is_intact():
-                    lease.check()
+            self._check()
         finally:
             self.end_leases()
+
+    def _check(self) -> None:
+        for lease in self._leases:
+            if not lease.is_intact():
+                lease.check()
 
     def end_leases(self) -> None:
         """Others may write, whatever happened before."""
@@ -206,7 +208,7 @@ class MappedSlab(Slab):
             self._leases.pop().end()
 
     def make_own(self) -> None:
-        """Depend on no file any more, while the leases are still held."""
+        """Depend on no file any more, while the leases are still held. They end with it, unless it fails."""
         for run in self.mapping.runs:
             try:
                 pagecache.make_own(self.memory.data_ptr() + run.start, run.nbytes)
@@ -215,7 +217,9 @@ class MappedSlab(Slab):
                     f"no copy of {run.nbytes} bytes of {run.file.path} can be made ({error.strerror}). "
                     "Free some memory, or check the disk"
                 ) from error
-        self.is_own = True
+        self._check()
+        self.is_own = self.is_extra = True
+        self.end_leases()
 
     def pieces(self) -> list[MappedPiece]:
         """What to bring in."""
@@ -229,7 +233,26 @@ class MappedSlab(Slab):
         return pagecache.are_in_memory(self.memory.data_ptr() + run.start, run.nbytes)
 
 
-_alive: weakref.WeakSet[MappedSlab] = weakref.WeakSet()
+_runs_shown: dict[object, int] = {}
+"""By slab, as long as its memory is there. Threads of other models add to it and finalizers take from it at any time:
+each step on it is one of the interpreter's, so that no lock is needed."""
+
+
+def _count_until_gone(runs: int, owner: object) -> None:
+    slab = object()
+    _runs_shown[slab] = runs
+    weakref.finalize(owner, _runs_shown.pop, slab).atexit = False
+
+
+def _counts_as_memory() -> bool:
+    """Whether what shows a file counts as memory here, though it takes none: then the window is all we may have."""
+    limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
+        return True
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"  # no more is given than there is
+    except OSError:
+        return False
 
 
 def _most_runs() -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from overspill.devices import CPU, Moment, at_end_of_backward, current_stream, record_event, running_backward
-from overspill.errors import CheckpointError, CheckpointReadError
+from overspill.errors import CheckpointError
 from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
@@ -133,7 +133,7 @@ class Residency:
         while use.units:
             try:
                 self._end_use(use.units.pop(), end)
-            except CheckpointError as error:  # a file changed in spite of all: the others' uses end all the same
+            except BaseException as error:  # the others' uses end all the same
                 failure = error
         if failure is not None:
             raise failure
@@ -143,14 +143,17 @@ class Residency:
         unit.calls -= 1
         if unit.slab is not None:
             unit.slab.used_until(end)
-        if unit.calls == 0:  # a backward of another thread that has it yet needs the slab only
-            unit.unbind()
-        if unit.users == 0 and unit.fetch is not None and (not unit.fetch.finished() or unit.fetch.error is not None):
-            self._drop(unit)
-        if unit.users == 0:
-            unit.let_go()
-            if self._backward is None:  # else it may be wanted once more before that ends
-                self._drop_extra(unit)
+        try:
+            if unit.calls == 0:  # a backward of another thread that has it yet needs the slab only
+                unit.unbind()
+            fetch = unit.fetch
+            if unit.users == 0 and fetch is not None and (not fetch.finished() or fetch.error is not None):
+                self._drop(unit)
+        finally:
+            if unit.users == 0:
+                unit.let_go()
+                if self._backward is None:  # else it may be wanted once more before that ends
+                    self._drop_extra(unit)
 
     def _drop_extra(self, unit: StreamedUnit) -> None:
         if unit.slab is not None and unit.slab.is_extra and unit.users == 0:
@@ -211,45 +214,48 @@ class Residency:
         return self._schedule.line()
 
     def _ensure_fetched(self, unit: StreamedUnit, *, may_map: bool, may_wait: bool = True) -> None:
+        self._hold_or_leave_mapped(unit, may_map=may_map)
+        ready = unit.slab is not None and (unit.fetch is None or unit.fetch.arrived())
+        self.counts.count(ready=ready, under_way=unit.slab is not None)
+        if unit.slab is None:
+            slab = self._take(unit, may_wait=may_wait)
+            if unit.slab is not None:  # taking a slab may wait, and another thread was faster
+                self._hold_or_leave_mapped(unit, may_map=may_map)
+            if unit.slab is None:
+                self._start(unit, slab, DEMANDED)
+        assert unit.slab is not None
+        if unit.fetch is None:  # it is mapped
+            self._start(unit, unit.slab, DEMANDED)
+
+    def _hold_or_leave_mapped(self, unit: StreamedUnit, *, may_map: bool) -> None:
         if may_map:
             self._hold_mapped(unit)
         else:
             self._leave_mapped(unit)
-        ready = unit.slab is not None and (unit.fetch is None or unit.fetch.arrived())
-        self.counts.count(ready=ready, under_way=unit.slab is not None)
-        if unit.mapped is not None and unit.fetch is None:
-            self._start(unit, unit.mapped, DEMANDED)
-        while unit.slab is None:
-            slab = self._take(unit, may_wait=may_wait)
-            if unit.slab is None:  # taking a slab may wait, and another thread may have been faster
-                self._start(unit, slab, DEMANDED)
 
     def _hold_mapped(self, unit: StreamedUnit) -> None:
         """Use a unit where it lies in the page cache, if its files can be kept from changing meanwhile."""
-        slab = self._mapped(unit, users=1)
+        slab = self._mapped(unit)
         if slab is None or slab.hold():
             return
-        if unit.users > 1:
-            raise CheckpointReadError(
-                f"a file that {unit.name} is computed from is being opened for writing while other calls use it. "
-                "Call again once that is done"
-            )
-        self._drop(unit)
+        self._leave_mapped(unit)
 
-    def _mapped(self, unit: StreamedUnit, *, users: int) -> MappedSlab | None:
+    def _mapped(self, unit: StreamedUnit) -> MappedSlab | None:
         """The unit's slab, if it shows files' pages or can be one that does."""
-        if unit.mapped is not None and unit.users == users and unit.mapped.mapping is not unit.store.mapping():
+        slab = unit.mapped
+        if slab is not None and not slab.is_held and slab.mapping is not unit.store.mapping():
             self._drop(unit)  # what it shows is no longer where the values are
         if unit.slab is None and self.device == CPU:
             unit.slab = unit.store.map()
         return unit.mapped
 
     def _leave_mapped(self, unit: StreamedUnit) -> None:
-        """Have a unit in memory of its own, for a backward that comes at nobody knows what time."""
-        if unit.mapped is None:
+        """Have a unit in memory of its own: for a backward that comes at nobody knows what time, or for a writer."""
+        slab = unit.mapped
+        if slab is None:
             return
-        if unit.users > 1:
-            unit.mapped.make_own()
+        if slab.is_held:  # by other calls: whoever merely waits to use it has no lease yet
+            slab.make_own()
         else:
             self._drop(unit)
 
@@ -401,12 +407,16 @@ class Residency:
                 self._start(unit, slab, PREFETCHED)
 
     def _prefetch_mapped(self, unit: StreamedUnit) -> None:
-        slab = self._mapped(unit, users=0)
-        if slab is not None and unit.fetch is None:
-            if slab.can_be_held():
-                self._start(unit, slab, PREFETCHED)
-            else:
-                self._drop(unit)  # it will have to be copied
+        slab = self._mapped(unit)
+        if slab is None or unit.fetch is not None:
+            return
+        if not slab.hold():
+            self._drop(unit)  # it will have to be copied
+            return
+        try:
+            self._start(unit, slab, PREFETCHED)
+        finally:
+            slab.end_leases()  # nobody computes with it yet
 
     def _drop_outdated(self, unit: StreamedUnit, users: int = 0) -> None:
         """Let go of a copy that was made before an optimizer's step, so that it is fetched anew in one piece."""

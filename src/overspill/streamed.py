@@ -111,6 +111,8 @@ class StreamedUnit:
 
     def is_outdated(self) -> bool:
         """Whether most of what was fetched has been edited at home since: an optimizer's step is not worth mending."""
+        if not self._stamps:
+            return True  # an interrupt came before anything was fetched
         pairs = zip(self.store.stamps(), self._stamps, self.store.layout.specs, strict=True)
         # A stamp that is a mere object says nothing: that tensor is looked at whenever the unit is made live.
         told = [pair for pair in pairs if type(pair[0]) is not object and type(pair[1]) is not object]
@@ -145,10 +147,11 @@ class StreamedUnit:
                 slab.make_own()
             slab.let_go()
         finally:
-            self.fetch = None  # next time the pages may have to be brought in again
+            slab.end_leases()
             if slab.is_own:
                 self.drop()  # memory that no window counts
-            slab.end_leases()
+            else:
+                self.fetch = None  # next time the pages may have to be brought in again
 
     def _is_kept_outside(self, slab: MappedSlab) -> bool:
         """Whether somebody has a live tensor, or a view of one, that outlives the call."""
@@ -162,11 +165,12 @@ class StreamedUnit:
         assert self.slab is not None
         if not self._live:
             with torch.inference_mode(False), torch.no_grad():
-                self._live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
-            self._versions = [live._version for live in self._live]
+                live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
+            self._versions = [tensor._version for tensor in live]
             if isinstance(self.slab, MappedSlab):
                 self.slab.is_filled = True
-                self._unshared = _references(self.slab, self._live)
+                self._unshared = _references(self.slab, live)
+            self._live = live
         self.bring_up_to_date()
 
     def bring_up_to_date(self) -> None:
@@ -266,8 +270,13 @@ class StreamedUnit:
 
     def unbind(self) -> None:
         """Show the homes again, once what the forward wrote has gone there."""
-        self.collect_writes(after_call=True)
-        self._unbind_tensors()
+        try:
+            self.collect_writes(after_call=True)
+        finally:  # what could not go there is tried again when the unit is dropped
+            self._unbind_tensors()
+            self._unbind_strays()
+
+    def _unbind_strays(self) -> None:
         for stray in self._strays:
             if stray.shown._version != stray.version:
                 with torch.no_grad():

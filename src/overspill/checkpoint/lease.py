@@ -14,8 +14,11 @@ class Lease:
     Not for longer than /proc/sys/fs/lease-break-time (45 s): then the kernel takes it, and `is_intact` tells.
     """
 
+    _descriptor = -1
+
     def __init__(self, file: SourceFile, descriptor: int) -> None:
         self._file = file
+        self._process = os.getpid()
         self._descriptor = descriptor
 
     @classmethod
@@ -25,21 +28,27 @@ class Lease:
             return None
         try:
             # Opened anew: a lease goes with the opening, and this way each has its own, which no other ends.
-            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            # Without waiting for somebody who has a lease for writing: we can do without ours.
+            own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
+        lease = cls(file, own)
         try:
             # Whoever wants to write has us sent a signal, which by default would end the process. This one is ignored.
             fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(own, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError:
-            os.close(own)
+            lease.end()
             return None
-        return cls(file, own)
+        return lease
+
+    def is_ours(self) -> bool:
+        """Whether it was not taken by the process that this one was forked from, which may end it at any time."""
+        return self._process == os.getpid()
 
     def is_intact(self) -> bool:
         """Whether nobody has written meanwhile, nor waits to."""
-        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+        return self.is_ours() and fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
 
     def check(self) -> None:
         """Raise CheckpointChangedError unless the file is what it was when it was opened first."""
@@ -47,7 +56,14 @@ class Lease:
 
     def end(self) -> None:
         """Let others write."""
-        with suppress(OSError):  # it was taken
-            # Not by closing alone: a process that was forked meanwhile has the same opening.
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        os.close(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        if self.is_ours():
+            with suppress(OSError):  # it was taken
+                # Not by closing alone: a process that was forked meanwhile has the same opening.
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.end()  # whatever interrupted those who would have done so

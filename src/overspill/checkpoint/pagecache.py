@@ -21,10 +21,16 @@ _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 _MAP_FIXED = 0x10
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # advice that is done at once, and tells of a failure; Linux 5.14 and later
+_MREMAP_TO = 1 | 2  # MREMAP_MAYMOVE, MREMAP_FIXED
+
+_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, *[ctypes.c_size_t] * 2, ctypes.c_int, ctypes.c_void_p]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -85,9 +91,25 @@ def bring_in(address: int, nbytes: int) -> None:
 
 
 def make_own(address: int, nbytes: int) -> None:
-    """Copy pages that are shown at `address`: from here on they depend on no file."""
-    if _libc.madvise(address, nbytes, _POPULATE_WRITE) != 0:
+    """Put a copy in the place of pages that are shown at `address`: from here on they depend on no file.
+
+    To write to them does not do: they would be copies, but where a file is shortened the kernel takes those away too.
+    """
+    bring_in(address, nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    copy = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if copy == _FAILED:
         raise _last_error()
+    try:
+        if _libc.madvise(copy, nbytes, _POPULATE_WRITE) != 0:
+            raise _last_error()
+        ctypes.memmove(copy, address, nbytes)
+        # One step to all threads: whoever reads there meanwhile finds the same bytes.
+        if _libc.mremap(copy, nbytes, nbytes, _MREMAP_TO, address) != address:
+            raise _last_error()
+    except BaseException:
+        _libc.munmap(copy, nbytes)
+        raise
 
 
 def _last_error() -> OSError:
