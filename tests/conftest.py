@@ -22,12 +22,10 @@ import hypothesis
 import pytest
 import torch
 
-import support
-from overspill import mapping
 from overspill.checkpoint.reader import FileReader
 from overspill.mapping import MappedPiece, MappedSlab
 from overspill.transfer import Transfer
-from support import Where
+from support import Where, map_everything
 
 # A failure must come back on the next run, on any machine, however slow.
 hypothesis.settings.register_profile("overspill", database=None, deadline=None, derandomize=True, print_blob=True)
@@ -103,9 +101,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.fixture
 def mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the CPU computes, what is on disk is computed with where it lies, however small it is."""
-    monkeypatch.setattr(support, "DATA_STARTS_AT", 0)
-    monkeypatch.setattr(mapping, "_WORTH_A_RUN", 1)
-    monkeypatch.setattr(mapping, "_WORTH_MAPPING", 0.01)
+    map_everything(monkeypatch)
 
 
 @pytest.fixture(

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from overspill import bundles
-from overspill.checkpoint import publishing, reader, writer
+from overspill.checkpoint import lease, pagecache, publishing, reader, writer
 from overspill.transfer import Transfer
 
-READS = ("preadv", "pread", "open")
+READS = ("preadv", "pread", "open", "bring_in", "show")
 WRITES = ("write", "copy_file_range", "fsync", "replace", "link", "create")
 HARD = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EINTR": errno.EINTR, "torn": errno.ENOSPC}
 """What makes a call fail, and with what. A torn write has written a part of it by then."""
@@ -150,14 +150,18 @@ def install(faults: Faults, patch: pytest.MonkeyPatch) -> None:
     for module in (reader, writer, publishing, bundles):
         patch.setattr(module, "os", faulty)
     patch.setattr(writer, "FileIO", _file_of(faults))
+    patch.setattr(lease, "os", faulty)
+    for name in ("bring_in", "show"):
+        patch.setattr(pagecache, name, _led(faults, getattr(pagecache, name), name))
+    patch.setattr(pagecache, "are_in_memory", lambda *_: False)  # each use has its pages brought in
     for name in ("replace", "rename"):
-        patch.setattr(Path, name, _led(faults, getattr(Path, name)))
+        patch.setattr(Path, name, _led(faults, getattr(Path, name), "replace"))
 
 
-def _led(faults: Faults, rename: Callable[..., Any]) -> Callable[..., Any]:
-    def led(*paths: Any) -> Any:
-        faults.meet("replace")
-        return rename(*paths)
+def _led(faults: Faults, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def led(*arguments: Any) -> Any:
+        faults.meet(name)
+        return call(*arguments)
 
     return led
 

@@ -21,10 +21,11 @@ from faults.injection import delayed
 from faults.test_random_sequences import bits, same, state_of, stored_in
 from overspill.checkpoint.reader import FileReader
 from overspill.homes import DiskTensor
+from overspill.mapping import MappedSlab
 from overspill.residency import Residency
 from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
-from support import Net, aligned, run, run_program
+from support import Net, aligned, map_everything, run, run_program
 from test_offload_threads import Crew
 
 IDS = torch.arange(24).view(2, 12)
@@ -48,8 +49,12 @@ def shaken(seed: int) -> Iterator[None]:
                 (Transfer, "from_disk"),
                 (StreamedUnit, "start"),
                 (StreamedUnit, "drop"),
+                (MappedSlab, "hold"),
+                (MappedSlab, "make_own"),
             ):
                 patch.setattr(owner, name, delayed(getattr(owner, name), chance, 0.003))
+            if seed % 2:
+                map_everything(patch)
             yield
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -11,7 +11,7 @@ from torch import nn
 import overspill
 from faults.injection import anonymous_bytes, descriptors, fill_ring, python_threads
 from overspill.devices import HostPages
-from support import Net, aligned, loaded, run, save_checkpoint
+from support import Net, aligned, loaded, run, save_checkpoint, streamed_units
 
 IDS = torch.arange(8).view(1, 8)
 WIDTH = 64
@@ -49,15 +49,20 @@ def held() -> tuple[int, int, int]:
 
 
 def assert_flat(work: Callable[[], None], *, rounds: int, allowed: int) -> None:
-    """`work`, done `rounds` times after a tenth as many to settle, leaves memory, files and threads as they were."""
+    """`work`, done `rounds` times after a tenth as many to settle, leaves memory, files and threads as they were.
+
+    Allocators may need some hundred rounds to settle. What leaks goes on growing, so it grows each of three times.
+    """
     for _ in range(max(rounds // 10, 5)):
         work()
-    before, memory = held(), anonymous_bytes()
-    for _ in range(rounds):
-        work()
-    assert held() == before
-    grown = anonymous_bytes() - memory
-    assert grown <= allowed, f"{grown} bytes in {rounds} rounds"
+    before, grown = held(), []
+    while not grown or (grown[-1] > allowed and len(grown) < 3):
+        memory = anonymous_bytes()
+        for _ in range(rounds):
+            work()
+        assert held() == before
+        grown.append(anonymous_bytes() - memory)
+    assert grown[-1] <= allowed, f"{grown} bytes in {rounds} rounds each"
 
 
 def forward_often(model: nn.Module, reference: nn.Module, rounds: int) -> None:
@@ -74,6 +79,14 @@ def forward_often(model: nn.Module, reference: nn.Module, rounds: int) -> None:
 @pytest.mark.parametrize("tier", ["disk", "mixed"])
 def test_a_thousand_forwards(tier: str, device: str, checkpoint: Path, reference: nn.Module) -> None:
     forward_often(loaded(build, checkpoint, tier, device), reference, 1000)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.usefixtures("mapped")
+def test_a_thousand_forwards_in_the_page_cache(device: str, reference: nn.Module, checkpoint: Path) -> None:
+    model = loaded(build, checkpoint, "disk", device)
+    forward_often(model, reference, 1000)
+    assert all(unit.mapped is not None for unit in streamed_units(model))
 
 
 @pytest.mark.soak

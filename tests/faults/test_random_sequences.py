@@ -23,7 +23,7 @@ from overspill.devices import HostPages
 from overspill.errors import OverspillError, StateError
 from overspill.managed import managed, managers_of
 from overspill.moving import tier_of
-from support import Net, aligned, loaded, narrow, placed, save_checkpoint
+from support import Net, aligned, loaded, map_everything, narrow, placed, save_checkpoint
 
 BLOCKS = 3
 IDS = torch.arange(24).view(2, 12)
@@ -298,6 +298,8 @@ def play(seed: int, device: str, root: Path) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(folder / "temporary"))
         install(faults, patch)
+        if seed % 2:
+            map_everything(patch)
         sequence = Sequence(seed, device, folder, faults)
         try:
             sequence.go(STEPS)
