@@ -55,7 +55,8 @@ def assert_flat(work: Callable[[], None], *, rounds: int, allowed: int) -> None:
     """
     for _ in range(max(rounds // 10, 5)):
         work()
-    before, grown = held(), []
+    before = held()
+    grown: list[int] = []
     while not grown or (grown[-1] > allowed and len(grown) < 3):
         memory = anonymous_bytes()
         for _ in range(rounds):
