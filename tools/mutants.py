@@ -48,6 +48,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_faults.py::test_files_that_are_gone_before_their_first_use_are_named_and_may_come_back",
         "faults/test_random_sequences.py",
     ),
+    "mapping.py": ("test_mapping.py", "test_contract.py"),
+    "checkpoint/lease.py": ("test_mapping.py",),
     "checkpoint/safetensors_header.py": ("checkpoint",),
     "checkpoint/index.py": ("checkpoint", "security/test_paths.py", "test_reader.py"),
     "checkpoint/reader.py": ("test_reader.py", "security/test_paths.py"),
