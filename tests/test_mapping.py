@@ -38,6 +38,7 @@ from overspill.tensors import TensorSpec
 from support import Net, aligned, loaded, run, run_program, save_checkpoint, streamed_units
 
 IDS = torch.arange(24).view(2, 12)
+COUNTS_AS_MEMORY = mapping._counts_as_memory  # which the fixture `mapped` replaces
 
 pytestmark = [
     pytest.mark.usefixtures("mapped"),
@@ -153,15 +154,20 @@ def test_where_mapping_is_not_to_be_had_units_are_copied(
     assert not is_mapped(model)
 
 
+@pytest.mark.parametrize("what", ["nothing", "address space", "data", "all memory"])
 def test_where_address_space_is_limited_units_are_copied(
-    model: Net, reference: Net, monkeypatch: pytest.MonkeyPatch
+    model: Net, reference: Net, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    def limited(limit: int) -> tuple[int, int]:
-        return (1 << 40 if limit == resource.RLIMIT_AS else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    limits = {"address space": resource.RLIMIT_AS, "data": resource.RLIMIT_DATA}
 
+    def limited(limit: int) -> tuple[int, int]:
+        return (1 << 40 if limit == limits.get(what) else resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    monkeypatch.setattr(mapping, "_counts_as_memory", COUNTS_AS_MEMORY)
     monkeypatch.setattr(resource, "getrlimit", limited)
+    monkeypatch.setattr(Path, "read_text", lambda path: "2\n" if what == "all memory" else "65530\n")
     assert torch.equal(infer(model), run(reference, IDS))
-    assert not is_mapped(model)
+    assert is_mapped(model) == (what == "nothing")
 
 
 @pytest.mark.parametrize("refused", [fcntl.F_SETLEASE, fcntl.F_SETSIG])
