@@ -318,13 +318,12 @@ def test_a_file_that_is_changed_in_the_midst_of_a_call_changes_behind_it(
 
 def test_a_file_that_is_shortened_between_two_calls_is_an_error_and_no_signal(tmp_path: Path) -> None:
     printed = run_program(f"""
-        import os, torch, support
+        import os, pytest, torch, support
         from pathlib import Path
-        from overspill import mapping
         from overspill.errors import CheckpointChangedError
         from support import Net, loaded, save_checkpoint, streamed_units
 
-        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        support.map_everything(pytest.MonkeyPatch())
         file = save_checkpoint(Net().eval(), Path({str(tmp_path)!r}))
         model = loaded(Net, file, "disk")
         with torch.no_grad():
@@ -414,12 +413,11 @@ class Leaks(Net):
 
 def test_what_outlives_the_call_stays_when_the_file_is_shortened(tmp_path: Path) -> None:
     printed = run_program(f"""
-        import os, torch, support
+        import os, pytest, torch, support
         from pathlib import Path
-        from overspill import mapping
         from support import Net, loaded, save_checkpoint, streamed_units
 
-        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        support.map_everything(pytest.MonkeyPatch())
         reference = Net().eval()
         file = save_checkpoint(reference, Path({str(tmp_path)!r}))
         model = loaded(Net, file, "disk")
@@ -513,12 +511,11 @@ def test_an_interrupt_leaves_no_lease(model: Net, reference: Net, file: Path) ->
 
 def test_a_forked_child_computes_too(tmp_path: Path) -> None:
     printed = run_program(f"""
-        import os, torch, support
+        import os, pytest, torch, support
         from pathlib import Path
-        from overspill import mapping
         from support import Net, loaded, run, save_checkpoint, aligned, streamed_units
 
-        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        support.map_everything(pytest.MonkeyPatch())
         reference = aligned(Net()).eval()
         model = loaded(Net, save_checkpoint(reference, Path({str(tmp_path)!r})), "disk")
         ids = torch.zeros(1, 3, dtype=torch.long)
@@ -644,15 +641,14 @@ def test_threads_go_on_right_while_files_are_opened_and_stop_with_an_error_once_
     tmp_path: Path,
 ) -> None:
     printed = run_program(f"""
-        import logging, os, threading, time, torch, support
+        import logging, os, pytest, threading, time, torch, support
         from collections import Counter
         from pathlib import Path
-        from overspill import mapping
         from overspill.errors import CheckpointChangedError
         from support import Net, loaded, run, save_checkpoint, aligned
 
         logging.disable()  # calls with gradients take more room than the window has
-        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        support.map_everything(pytest.MonkeyPatch())
         torch.set_num_threads(1)
         reference = aligned(Net()).eval()
         ids = torch.arange(12).view(1, 12)
@@ -695,12 +691,11 @@ def test_threads_go_on_right_while_files_are_opened_and_stop_with_an_error_once_
 
 def test_a_fork_in_the_midst_of_a_call_ends_no_lease_of_the_parent(tmp_path: Path) -> None:
     printed = run_program(f"""
-        import os, torch, support
+        import os, pytest, torch, support
         from pathlib import Path
-        from overspill import mapping
         from support import Net, loaded, run, save_checkpoint, aligned, streamed_units
 
-        support.DATA_STARTS_AT, mapping._WORTH_A_RUN, mapping._WORTH_MAPPING = 0, 1, 0.01
+        support.map_everything(pytest.MonkeyPatch())
         reference = aligned(Net()).eval()
         file = save_checkpoint(reference, Path({str(tmp_path)!r}))
         model = loaded(Net, file, "disk")
