@@ -29,6 +29,7 @@ from overspill.checkpoint import lease, pagecache
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.lease import Lease
 from overspill.checkpoint.reader import FileReader
+from overspill.config import KIB
 from overspill.errors import CheckpointChangedError, CheckpointReadError
 from overspill.mapping import MappedSlab, Mapping
 from overspill.residency import Residency
@@ -365,8 +366,45 @@ def test_a_lease_that_the_kernel_took_is_told_of_at_the_end_of_the_call(
 
     monkeypatch.setattr(lease.fcntl, "fcntl", without_leases)
     assert torch.equal(infer(model), run(reference, IDS))
-    with pytest.raises(CheckpointChangedError, match="it was written to"):
-        during(model, change)
+    model.blocks[1].norm.register_forward_hook(lambda *_: change())  # type: ignore[union-attr]
+    with pytest.raises(CheckpointChangedError, match="it was written to"), torch.no_grad():
+        model.blocks[1](torch.ones(2, 32))  # nothing else is fetched behind it that would find out
+
+
+def test_a_file_that_is_written_to_between_two_calls_is_an_error_though_all_its_pages_are_there(
+    model: Net, file: Path
+) -> None:
+    infer(model)
+    infer(model)
+    with file.open("r+b") as opened:
+        opened.seek(-4096, os.SEEK_END)
+        opened.write(bytes(4096))
+    for _ in range(2):
+        with pytest.raises(CheckpointChangedError, match="it was written to"):
+            infer(model)
+
+
+def test_two_calls_of_a_unit_share_its_pages_and_its_lease(model: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(MappedSlab, "make_own", made.append)
+    shown: list[tuple[int, int]] = []
+
+    def join() -> None:
+        (slab,) = [unit.mapped for unit in streamed_units(model) if unit.name == "blocks.1"]
+        assert slab is not None
+        leases = len(slab._leases)
+        with torch.no_grad():
+            model.blocks[1](torch.ones(2, 32))
+        shown.append((leases, len(slab._leases)))
+
+    def in_thread() -> None:
+        thread = threading.Thread(target=join)
+        thread.start()
+        thread.join()
+
+    during(model, in_thread)
+    assert made == []
+    assert shown == [(1, 1)]
 
 
 def test_a_second_call_does_not_join_a_lease_that_is_being_broken(model: Net, reference: Net, file: Path) -> None:
@@ -791,6 +829,96 @@ def test_a_file_cannot_change_while_bringing_it_in_begins(
 
 
 # ---------------------------------------------------------------- the layout
+
+
+FILE, OTHER = (SourceFile(Path(f"/{name}"), 1 << 30, 0, 0, number) for number, name in enumerate(("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("spans", "runs"),
+    [
+        ([(FILE, 4096, 8192), (FILE, 12288, 4096)], [(FILE, 4096, 12288)]),  # side by side: one run
+        ([(FILE, 12288, 4096), (FILE, 4096, 8192)], [(FILE, 4096, 12288)]),
+        ([(FILE, 0, 4096), (FILE, 8192, 4096)], [(FILE, 0, 4096), (FILE, 8192, 4096)]),  # a gap
+        ([(FILE, 0, 4096), (OTHER, 4096, 4096)], [(FILE, 0, 4096), (OTHER, 4096, 4096)]),
+        ([(FILE, 64, 100), (OTHER, 64, 100)], [(FILE, 0, 4096), (OTHER, 0, 4096)]),  # whole pages
+        ([(FILE, 4032, 128)], [(FILE, 0, 8192)]),
+        ([(FILE, 0, 4096), (FILE, 4100, 4096)], [(FILE, 0, 4096)]),  # too little aligned
+        ([(FILE, 0, 64), (FILE, 64, 64), (FILE, 128, 64)], [(FILE, 0, 4096)]),
+    ],
+)
+def test_what_is_mapped_is_whole_pages_in_few_runs(
+    spans: list[tuple[SourceFile, int, int]], runs: list[tuple[SourceFile, int, int]]
+) -> None:
+    specs = [TensorSpec((nbytes,), torch.uint8) for _, _, nbytes in spans]
+    found = Mapping.of(specs, [(FileSpan(*span),) for span in spans])
+    assert found is not None
+    assert [(run.file, run.offset, run.nbytes) for run in found.runs] == runs
+    assert all((run.start - run.offset) % mapping._HUGE_PAGE == 0 for run in found.runs)
+    ends = [run.start + run.nbytes for run in found.runs]
+    assert all(end <= run.start for end, run in zip(ends, found.runs[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "worth"), [((256 * KIB,), True), ((256 * KIB - 64,), True), ((252 * KIB,), False), ((), False)]
+)
+def test_what_is_worth_a_run(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], worth: bool) -> None:
+    monkeypatch.undo()
+    specs = [TensorSpec((nbytes,), torch.uint8) for nbytes in sizes]
+    assert (Mapping.of(specs, [(FileSpan(FILE, 0, nbytes),) for nbytes in sizes]) is not None) == worth
+
+
+@pytest.mark.parametrize(("copied", "worth"), [(100 * KIB, True), (120 * KIB, False)])
+def test_a_unit_is_mapped_if_nine_tenths_of_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, copied: int, worth: bool
+) -> None:
+    monkeypatch.undo()
+    specs = [TensorSpec((nbytes,), torch.uint8) for nbytes in (1000 * KIB, copied)]
+    spans = [(FileSpan(FILE, 0, 1000 * KIB),), (FileSpan(FILE, 1000 * KIB + 8, copied),)]
+    assert (Mapping.of(specs, spans) is not None) == worth
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_pages_are_brought_in_piece_by_piece_at_once_if_no_disk_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    brought: list[tuple[int, int, bool]] = []
+    bring_in = pagecache.bring_in
+
+    def noting(address: int, nbytes: int) -> None:
+        brought.append((address, nbytes, threading.current_thread() is threading.main_thread()))
+        bring_in(address, nbytes)
+
+    monkeypatch.setattr(pagecache, "bring_in", noting)
+    monkeypatch.setattr(pagecache, "lies_in_page_cache", lambda *_: cached)
+    monkeypatch.setattr(mapping, "_CHUNK", 8192)
+    model = loaded(lambda: Net(width=64), save_checkpoint(Net(width=64), tmp_path), "disk")
+    infer(model)
+    slabs = [slab for unit in streamed_units(model) if (slab := unit.mapped) is not None]
+    expected = {
+        (slab.memory.data_ptr() + run.start + done, min(8192, run.nbytes - done), cached)
+        for slab in slabs
+        for run in slab.mapping.runs
+        for done in range(0, run.nbytes, 8192)
+    }
+    assert set(brought) == expected
+    assert len(expected) > 3
+    brought.clear()
+    infer(model)
+    assert brought == [], "what is in memory was walked through again"
+
+
+def test_how_much_is_mapped_is_counted_while_the_memory_is_there(model: Net) -> None:
+    before = sum(mapping._runs_shown.values())
+    infer(model)
+    units = streamed_units(model)
+    assert sum(mapping._runs_shown.values()) - before == sum(len(u.mapped.mapping.runs) for u in units if u.mapped)
+    kept = units[0].slab
+    for unit in units:
+        unit.drop()
+    assert sum(mapping._runs_shown.values()) - before > 0
+    del kept
+    assert sum(mapping._runs_shown.values()) == before
 
 
 @given(st.data())
