@@ -2,9 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -76,8 +77,8 @@ class Residency:
         self.window = window
         self.transfer = transfer
         self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
-        self._by_worth = sorted(self._units, key=lambda unit: unit.kept)  # what streams through goes first
-        self._kept = {unit for unit in self._units if unit.kept}
+        self._kept = [unit for unit in self._units if unit.kept]
+        self._passing: dict[StreamedUnit, None] = {}  # those not kept that have a slab of the window, oldest first
         self._schedule = Schedule(_guess(roots))
         self._trained: Line[Step] | None = None  # of the thread that ran the last forward with gradients
         self._backward: int | None = None  # the backward that was served last
@@ -260,6 +261,8 @@ class Residency:
             self._drop(unit)
 
     def _start(self, unit: StreamedUnit, slab: Slab, priority: int) -> None:
+        if not unit.kept and not isinstance(slab, MappedSlab):
+            self._passing[unit] = None
         unit.start(slab, self.transfer, priority)
         assert unit.fetch is not None
         self.counts.move("disk" if unit.store.reads_disk else "cpu", unit.fetch.nbytes)
@@ -330,9 +333,9 @@ class Residency:
     def _take(self, unit: StreamedUnit, *, may_wait: bool) -> Slab:
         """A slab for a unit that is needed now: waits for other calls to end, never for this one."""
         while True:
-            slab = self._room(unit, keep=self._kept)
+            slab = self._room(unit, instead_of=self._passing)
             if slab is None and not (may_wait and self._wait_for_others()):
-                slab = self._room(unit, keep=set()) or self._outside(unit)
+                slab = self._room(unit, instead_of=self._kept) or self._outside(unit)
             if slab is not None:
                 return slab
 
@@ -362,11 +365,13 @@ class Residency:
             self._running += mine
         return True
 
-    def _room(self, unit: StreamedUnit, keep: set[StreamedUnit]) -> Slab | None:
-        """A slab for `unit`, if need be in the place of others that nobody uses and that are not in `keep`."""
+    def _room(
+        self, unit: StreamedUnit, instead_of: Iterable[StreamedUnit], keep: Collection[StreamedUnit] = ()
+    ) -> Slab | None:
+        """A slab for `unit`, if need be in the place of some `instead_of` which nobody uses, but not of `keep`."""
         slab = self.window.take(unit.nbytes, to_stay=unit.kept)
         if slab is None:
-            for other in self._by_worth:
+            for other in list(instead_of):
                 if other.slab is not None and other.users == 0 and other.mapped is None and other not in keep:
                     self._drop(other)
                     slab = self.window.take(unit.nbytes, to_stay=unit.kept)
@@ -375,6 +380,7 @@ class Residency:
         return slab
 
     def _drop(self, unit: StreamedUnit) -> None:
+        self._passing.pop(unit, None)
         draining = unit.drop()
         if draining is not None:
             self._draining.append(draining)
@@ -401,7 +407,7 @@ class Residency:
             if may_map:
                 self._prefetch_mapped(unit)
             if unit.slab is None:
-                slab = self._room(unit, keep | self._kept)
+                slab = self._room(unit, self._passing, keep)
                 if slab is None:
                     return
                 self._start(unit, slab, PREFETCHED)
@@ -428,14 +434,13 @@ class Residency:
 
     def _ahead(self, line: Line[Step]) -> Iterator[StreamedUnit]:
         """The units of the coming steps: the next one, then those on disk, however far: the disk must not idle."""
-        coming = (unit for step in self._schedule.upcoming(line) for unit in step.root.units)
-        if not self._two_sources:
-            yield from coming
-            return
-        units = list(coming)
-        yield from units[:1]
-        yield from (unit for unit in units[1:] if unit.store.reads_disk and unit.slab is None)
-        yield from units[1:]
+        if self._two_sources:
+            yield from islice(self._coming(line), 1)
+            yield from (unit for unit in self._coming(line) if unit.store.reads_disk and unit.slab is None)
+        yield from self._coming(line)
+
+    def _coming(self, line: Line[Step]) -> Iterator[StreamedUnit]:
+        return (unit for step in self._schedule.upcoming(line) for unit in step.root.units)
 
 
 def _guess(roots: Sequence[Root]) -> Mapping[Step, Step]:

@@ -66,6 +66,11 @@ class Layout:
         return spec.shaped(memory[start : start + spec.nbytes].view(spec.dtype))
 
 
+def _forget_passed(events: list[torch.Event]) -> None:
+    """Nobody has to wait for these any more."""
+    events[:] = [event for event in events if not event.query()]
+
+
 @dataclass(eq=False)
 class _Gap:
     """A free range of the window. `events` must have passed before its bytes may be overwritten."""
@@ -89,6 +94,7 @@ class Slab:
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""
         if event is not None:
+            _forget_passed(self.uses)  # a slab may be used millions of times
             self.uses.append(event)
 
 
@@ -144,7 +150,6 @@ class _Arena:
         """Put what finalizers returned back among the gaps, merging neighbours."""
         while self._returned:
             gap = self._returned.popleft()
-            gap.events[:] = [event for event in gap.events if not event.query()]
             # A view that outlived its unit's release may have been used after the events that the release recorded.
             last_use = record_event(self.device)
             if last_use is not None:
@@ -159,6 +164,8 @@ class _Arena:
                 else:
                     merged.append(gap)
             self._gaps = merged
+            for gap in merged:  # also of those that nobody took lately
+                _forget_passed(gap.events)
 
 
 class Window:

@@ -115,5 +115,6 @@ def generate(
     streamer = Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad():
-        model.generate(**inputs, **sampling.options(), streamer=streamer, pad_token_id=pad)
+        given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+        model.generate(**given, **sampling.options(), streamer=streamer, pad_token_id=pad)
     return generated

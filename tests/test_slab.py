@@ -1,0 +1,61 @@
+"""Slabs of a window, used for longer than any test of a model lasts: what is remembered of them must not grow."""
+
+import random
+
+import pytest
+import torch
+
+from overspill import slab
+from overspill.slab import Window
+
+KIB = 1024
+
+
+class Clock:
+    """Work on a device that is behind the host by a few marks."""
+
+    def __init__(self, behind: int) -> None:
+        self.behind, self.recorded = behind, 0
+
+    def record(self, device: torch.device) -> "Mark":
+        self.recorded += 1
+        return Mark(self, self.recorded)
+
+
+class Mark:
+    """What stands for an event of that device."""
+
+    def __init__(self, clock: Clock, number: int) -> None:
+        self._clock, self._number = clock, number
+
+    def query(self) -> bool:
+        return self._clock.recorded - self._number >= self._clock.behind
+
+
+@pytest.fixture(params=[0, 3])
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(request.param)
+    monkeypatch.setattr(slab, "record_event", clock.record)
+    return clock
+
+
+def test_whoever_takes_a_slab_waits_only_for_work_that_has_not_been_done(clock: Clock) -> None:
+    window = Window(3 * 64 * KIB + 4 * KIB, torch.device("cpu"))  # with an end that no unit has room in
+    held, chance = [], random.Random(0)
+    for _ in range(2000):
+        taken = window.take(64 * KIB)
+        while taken is None:
+            held.pop(chance.randrange(len(held)))
+            taken = window.take(64 * KIB)
+        assert len(taken.overwrite_after) <= clock.behind + 1
+        taken.used_until(clock.record(window.device))  # type: ignore[arg-type]
+        held.append(taken)
+    assert window.free_bytes() == 4 * KIB
+
+
+def test_a_slab_that_is_never_given_up_remembers_its_last_uses_only(clock: Clock) -> None:
+    taken = Window(64 * KIB, torch.device("cpu")).take(64 * KIB, to_stay=True)
+    assert taken is not None
+    for _ in range(2000):
+        taken.used_until(clock.record(torch.device("cpu")))  # type: ignore[arg-type]
+        assert len(taken.uses) <= clock.behind + 1
