@@ -41,7 +41,8 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 def test_whoever_takes_a_slab_waits_only_for_work_that_has_not_been_done(clock: Clock) -> None:
     window = Window(3 * 64 * KIB + 4 * KIB, torch.device("cpu"))  # with an end that no unit has room in
-    held, chance = [], random.Random(0)
+    held: list[slab.Slab] = []
+    chance = random.Random(0)
     for _ in range(2000):
         taken = window.take(64 * KIB)
         while taken is None:
