@@ -491,6 +491,15 @@ def test_on_a_gpu_the_text_is_the_resident_models_there(llama: Path, budget: str
     assert bool(ran["disk_bytes"]) == (budget == "disk")
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_command_runs_in_a_process_that_has_not_used_it_yet(llama: Path) -> None:
+    options = ["--prompt", PROMPT, "--max-memory", "cpu=1GiB", "--max-new-tokens", "3", "--device", "0", "--json"]
+    command = [sys.executable, "-W", "error", "-m", "overspill", "run", f"{llama}", *options]
+    ran = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+    assert ran["new_tokens"] == 3
+    assert ran["peak_device_bytes"] > 0
+
+
 def test_what_the_model_remembers_of_the_text_is_within_the_budget(llama: Path) -> None:
     def ran(tokens: int, budget: str) -> Any:
         options = ["--prompt", PROMPT, "--max-new-tokens", tokens, "--max-memory", budget, "--device", "cpu"]

@@ -210,7 +210,7 @@ def from_pretrained(
 
     Example:
         model = overspill.from_pretrained(AutoModelForCausalLM, "llama", max_memory={"cpu": "8MB"})
-        tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5)
+        tokens = model.generate(torch.tensor([[1, 2, 3]], device=model.device), max_new_tokens=5)
     """
     model, index = skeleton_from_pretrained(model_class, path, dtype, options)
     cache = _cache(model, context, batch, None)

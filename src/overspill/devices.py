@@ -348,6 +348,7 @@ def synchronize(device: torch.device) -> None:
 def reset_peak_memory(device: torch.device) -> None:
     """Begin anew to look for the most that torch's allocator has given out."""
     if device.type != "cpu":
+        torch.empty(0, device=device)  # in a process that has not used it yet the allocator does not know the device
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from overspill.devices import peak_memory, reset_peak_memory
+
 _STATUS = Path("/proc/self/status")
 _OWN = ("RssAnon:", "RssShmem:")  # what no file backs
 
@@ -27,13 +29,10 @@ class PeakMemory:
     @property
     def on_device(self) -> int | None:
         """Bytes of tensors on the accelerator. None where the CPU computes."""
-        if self._device.type == "cpu":
-            return None
-        return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
+        return None if self._device.type == "cpu" else peak_memory(self._device)
 
     def __enter__(self) -> "PeakMemory":
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).reset_peak_memory_stats(self._device)
+        reset_peak_memory(self._device)
         self._most = self._before = _own_memory()
         self._thread.start()
         return self
