@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overspill import slab
-from overspill.slab import Window
+from overspill.slab import HostPool, Slab, Window
 
 KIB = 1024
 
@@ -41,7 +41,7 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cl
 
 def test_whoever_takes_a_slab_waits_only_for_work_that_has_not_been_done(clock: Clock) -> None:
     window = Window(3 * 64 * KIB + 4 * KIB, torch.device("cpu"))  # with an end that no unit has room in
-    held: list[slab.Slab] = []
+    held: list[Slab] = []
     chance = random.Random(0)
     for _ in range(2000):
         taken = window.take(64 * KIB)
@@ -60,3 +60,26 @@ def test_a_slab_that_is_never_given_up_remembers_its_last_uses_only(clock: Clock
     for _ in range(2000):
         taken.used_until(clock.record(torch.device("cpu")))  # type: ignore[arg-type]
         assert len(taken.uses) <= clock.behind + 1
+
+
+def test_a_pool_of_many_arenas_is_asked_where_it_had_room_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, asked = HostPool(torch.device("cpu")), 0
+    monkeypatch.setattr(HostPool, "_GROWTH", 256 * KIB)
+    take = slab._Arena.take
+
+    def counting(arena: slab._Arena, nbytes: int, *, to_stay: bool) -> Slab | None:
+        nonlocal asked
+        asked += 1
+        return take(arena, nbytes, to_stay=to_stay)
+
+    monkeypatch.setattr(slab._Arena, "take", counting)
+    grown = [pool.take(64 * KIB) for _ in range(200)]  # each new arena follows a look at all the others
+    assert pool.nbytes == 200 * 64 * KIB
+    del grown
+    asked = 0
+    for _ in range(3):
+        held = [pool.take(64 * KIB) for _ in range(200)]
+        assert pool.free_bytes() == 0
+        del held
+    assert asked <= 3 * (200 + 50)
+    assert pool.nbytes == 200 * 64 * KIB, "nothing is taken while there is room anywhere"

@@ -290,7 +290,7 @@ def lease_range(arena: Arena, start: int, nbytes: int) -> tuple[torch.Tensor, ob
         if isinstance(arena, torch.Tensor):
             device_range = _DeviceRange(arena, start, nbytes)
             return torch.as_tensor(device_range, device=arena.device), device_range
-        host_range = (ctypes.c_ubyte * nbytes).from_buffer(arena, start)
+        host_range = memoryview(arena)[start : start + nbytes]
         return torch.frombuffer(host_range, dtype=torch.uint8), host_range
 
 

@@ -225,7 +225,7 @@ class HostPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._arenas: list[_Arena] = []
+        self._arenas: deque[_Arena] = deque()  # first the one that had room last: most of the others are full
         self._lock = threading.Lock()
 
     @property
@@ -242,12 +242,13 @@ class HostPool:
         """A slab of `nbytes`. Whoever fills it waits for its `overwrite_after`."""
         nbytes = align(max(nbytes, 1), DEVICE_ALIGNMENT)
         with self._lock:
-            for arena in self._arenas:
-                slab = arena.take(nbytes, to_stay=False)
+            for _ in range(len(self._arenas)):
+                slab = self._arenas[0].take(nbytes, to_stay=False)
                 if slab is not None:
                     return slab
-            self._arenas.append(self._grown(nbytes))
-            slab = self._arenas[-1].take(nbytes, to_stay=False)
+                self._arenas.rotate(-1)
+            self._arenas.appendleft(self._grown(nbytes))
+            slab = self._arenas[0].take(nbytes, to_stay=False)
             assert slab is not None
             return slab
 
