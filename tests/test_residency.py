@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from overspill.devices import CPU, Arena, new_arena
 from overspill.errors import CheckpointReadError
 from overspill.recording import COMPUTE, WAIT, Recording
 from overspill.residency import Residency, Root, Use
+from overspill.schedule import Line, Schedule
 from overspill.slab import Layout, Slab, Window
 from overspill.streamed import StreamedUnit
 from overspill.tensors import Place, TensorSpec
@@ -460,6 +462,36 @@ def test_behind_the_disks_units_the_others_come_in_their_order() -> None:
     stage = Stage(alike("abcdef"), window=5, disk="f")
     with stage.calling("a"):
         assert stage.fetched() == ["a", "b ahead", "f ahead", "c ahead", "d ahead"]
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 6])
+@pytest.mark.parametrize("disk", ["ghi", "abc", "cfi", "aei", "h"])
+def test_with_two_sources_nothing_is_fetched_twice_in_a_pass(window: int, disk: str) -> None:
+    stage = Stage(alike("abcdefghi"), window=window, disk=disk)
+    for _ in range(3):
+        stage.call("abcdefghi")
+    stage.fetched()
+    for _ in range(5):
+        stage.call("abcdefghi")
+    fetched = stage.fetched()
+    assert all(name.endswith("ahead") for name in fetched)
+    assert max(Counter(fetched).values()) <= 5
+
+
+def test_a_call_looks_at_a_few_of_the_coming_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "".join(chr(ord("a") + number) for number in range(500))
+    stage = Stage(alike(names), window=400, disk="b")
+    looked, upcoming = 0, Schedule.upcoming
+
+    def counting(schedule: Schedule[Any], line: Line[Any]) -> Iterator[Any]:
+        nonlocal looked
+        for step in upcoming(schedule, line):
+            looked += 1
+            yield step
+
+    monkeypatch.setattr(Schedule, "upcoming", counting)
+    stage.call(names)
+    assert looked < 500 * 2 * 2 * 70  # calls, once each at its begin and end, once for each source
 
 
 # After an optimizer's step.

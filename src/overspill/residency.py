@@ -23,6 +23,9 @@ from overspill.transfer import DEMANDED, PREFETCHED, Fetch, Transfer
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AHEAD = 64
+"""Steps: each call looks at so many, however many units the window has room for."""
+
 
 @dataclass(eq=False)
 class Root:
@@ -392,25 +395,38 @@ class Residency:
     # Ahead of need.
 
     def _prefetch(self, line: Line[Step]) -> None:
-        """Fetch what comes next, nearest first, while there is room."""
-        keep = set(line.last.root.units) if line.last is not None else set()  # a backward's unit has no users
-        room = self.window.nbytes - sum(unit.nbytes for unit in keep)
-        may_map = line.last is not None and line.last.phase is Phase.INFERENCE
-        for unit in self._ahead(line):
-            if unit in keep:
+        """Fetch what comes next while there is room, in the place of what comes later."""
+        if line.last is None:
+            return
+        wanted = self._wanted(line)
+        for unit in wanted:
+            if unit in line.last.root.units:
                 continue
-            keep.add(unit)
-            room -= unit.nbytes
-            if room < 0:
-                return
             self._drop_outdated(unit)
-            if may_map:
+            if line.last.phase is Phase.INFERENCE:
                 self._prefetch_mapped(unit)
             if unit.slab is None:
-                slab = self._room(unit, self._passing, keep)
+                slab = self._room(unit, self._passing, keep=wanted)
                 if slab is None:
                     return
                 self._start(unit, slab, PREFETCHED)
+
+    def _wanted(self, line: Line[Step]) -> dict[StreamedUnit, None]:
+        """The units that the window should have by now: those of the last step, and of the coming ones while they fit.
+
+        A backward's last step counts though its units have no users: it may need them again.
+        """
+        assert line.last is not None
+        wanted = dict.fromkeys(line.last.root.units)
+        room = self.window.nbytes - sum(unit.nbytes for unit in wanted)
+        for unit in self._ahead(line):
+            if unit in wanted:
+                continue
+            room -= unit.nbytes
+            if room < 0:
+                break
+            wanted[unit] = None
+        return wanted
 
     def _prefetch_mapped(self, unit: StreamedUnit) -> None:
         slab = self._mapped(unit)
@@ -433,14 +449,14 @@ class Residency:
             self._drop(unit)
 
     def _ahead(self, line: Line[Step]) -> Iterator[StreamedUnit]:
-        """The units of the coming steps: the next one, then those on disk, however far: the disk must not idle."""
+        """The units of the coming steps: the next one, then those on disk first: the disk must not idle."""
         if self._two_sources:
             yield from islice(self._coming(line), 1)
-            yield from (unit for unit in self._coming(line) if unit.store.reads_disk and unit.slab is None)
+            yield from (unit for unit in self._coming(line) if unit.store.reads_disk)
         yield from self._coming(line)
 
     def _coming(self, line: Line[Step]) -> Iterator[StreamedUnit]:
-        return (unit for step in self._schedule.upcoming(line) for unit in step.root.units)
+        return (unit for step in islice(self._schedule.upcoming(line), _LOOK_AHEAD) for unit in step.root.units)
 
 
 def _guess(roots: Sequence[Root]) -> Mapping[Step, Step]:
