@@ -215,6 +215,44 @@ def test_device_memory_stays_within_what_the_plan_says(mode: Any, tmp_path: Path
         del model
 
 
+@pytest.mark.parametrize("room", [2, 3, 4, 6])
+def test_weights_in_both_places_cross_the_link_once_a_pass(room: int, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(Wide(12), tmp_path)
+    with overspill.empty_weights():
+        model = Wide(12)
+    block = sum(p.nbytes for p in model.blocks[0].parameters())
+    plan = overspill.plan(model, {}, window=room * block + 4096)
+    plan = placed(plan, lambda index: "disk" if index % 3 == 2 else "cpu")
+    overspill.load(model, checkpoint, plan, progress=False)
+    manager = managed(model)
+    assert manager is not None
+    with torch.no_grad():
+        for _ in range(3):
+            model(X)
+        before = dict(manager.counts.moved)
+        for _ in range(5):
+            model(X)
+    assert 0 < manager.counts.moved["disk"] - before["disk"] <= 5 * plan.disk_bytes
+    assert 0 < manager.counts.moved["cpu"] - before["cpu"] <= 5 * plan.cpu_bytes
+
+
+def test_what_is_remembered_of_a_window_does_not_grow_with_the_passes() -> None:
+    model = Wide().cuda().requires_grad_(False)
+    block = sum(p.nbytes for p in model.blocks[0].parameters())
+    overspill.offload(model, overspill.plan(model, {"cpu": "1GiB"}, device="cuda:0", window=3 * block + 4096))
+    manager = managed(model)
+    assert manager is not None
+    x, events = X.cuda(), []
+    for _ in range(100):
+        model(x)
+        torch.cuda.synchronize()
+        arena = manager.windows[torch.device("cuda:0")]._arena
+        uses = sum(len(unit.slab.uses) for unit in streamed_units(model) if unit.slab is not None)
+        assert arena is not None, "the plan holds the window"
+        events.append(uses + sum(len(gap.events) for gap in arena._gaps))
+    assert max(events[50:]) <= max(events[:10]) + 4
+
+
 def test_a_cast_on_the_way_has_the_bits_of_a_cast_in_memory(tier: str, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(Wide(), tmp_path)
     reference = Wide()
