@@ -749,6 +749,19 @@ def test_a_call_waits_for_memory_that_a_fetch_which_nobody_wants_still_fills(cap
             assert "no room for b" in caplog.text
 
 
+def test_fetches_that_nobody_wanted_are_forgotten_once_they_have_ended() -> None:
+    stage = Stage(alike("abcd"), window=2)
+    unwanted = stage.shelves["b"]
+    for _ in range(20):
+        unwanted.slow = True
+        with stage.calling("a"):
+            stage.residency._drop(stage.units["b"])  # as whoever needs its room does
+        unwanted.end()
+        stage.call("bcd")
+    assert stage.fetched().count("b ahead") == 20
+    assert len(stage.residency._draining) <= 1
+
+
 class Meanwhile(threading.Condition):
     """A condition during whose waits things happen."""
 

@@ -1,6 +1,8 @@
 """Slabs of a window, used for longer than any test of a model lasts: what is remembered of them must not grow."""
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +85,21 @@ def test_a_pool_of_many_arenas_is_asked_where_it_had_room_last(monkeypatch: pyte
         del held
     assert asked <= 3 * (200 + 50)
     assert pool.nbytes == 200 * 64 * KIB, "nothing is taken while there is room anywhere"
+
+
+def test_what_another_thread_adds_while_the_passed_are_forgotten_is_not_lost() -> None:
+    clock = Clock(0)
+    taken = Window(64 * KIB, torch.device("cpu")).take(64 * KIB)
+    assert taken is not None
+    passed, arrived, used = (clock.record(torch.device("cpu")) for _ in range(3))
+    clock.behind = 2
+
+    class Shared(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            if arrived not in self:
+                self.append(arrived)  # as a reader thread does when the last of its copies is queued
+
+    taken.uses = Shared([passed])
+    taken.used_until(used)  # type: ignore[arg-type]
+    assert list(taken.uses) == [arrived, used]

@@ -354,7 +354,7 @@ class Residency:
 
     def _wait_for_others(self) -> bool:
         """Wait until something may have been freed. False if nothing under way can free anything."""
-        self._draining = [fetch for fetch in self._draining if not fetch.finished()]
+        self._draining = self._still_draining()
         if self._draining:
             self._changed.wait(timeout=0.001)
             return True
@@ -367,6 +367,9 @@ class Residency:
         finally:
             self._running += mine
         return True
+
+    def _still_draining(self) -> list[Fetch]:
+        return [fetch for fetch in self._draining if not fetch.finished()]
 
     def _room(
         self, unit: StreamedUnit, instead_of: Iterable[StreamedUnit], keep: Collection[StreamedUnit] = ()
@@ -386,7 +389,7 @@ class Residency:
         self._passing.pop(unit, None)
         draining = unit.drop()
         if draining is not None:
-            self._draining.append(draining)
+            self._draining = [*self._still_draining(), draining]
 
     def _count_running(self, change: int) -> None:
         self._running += change

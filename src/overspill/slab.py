@@ -1,5 +1,6 @@
 """One aligned byte buffer a unit, typed views into it, and the memory that such buffers are taken from."""
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -67,8 +68,11 @@ class Layout:
 
 
 def _forget_passed(events: list[torch.Event]) -> None:
-    """Nobody has to wait for these any more."""
-    events[:] = [event for event in events if not event.query()]
+    """Nobody has to wait for these any more. Other threads may add to them meanwhile, and nothing of that is lost."""
+    for event in list(events):
+        if event.query():
+            with contextlib.suppress(ValueError):  # another thread has just removed it
+                events.remove(event)
 
 
 @dataclass(eq=False)
