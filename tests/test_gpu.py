@@ -232,8 +232,9 @@ def test_weights_in_both_places_cross_the_link_once_a_pass(room: int, tmp_path: 
         before = dict(manager.counts.moved)
         for _ in range(5):
             model(X)
-    assert 0 < manager.counts.moved["disk"] - before["disk"] <= 5 * plan.disk_bytes
-    assert 0 < manager.counts.moved["cpu"] - before["cpu"] <= 5 * plan.cpu_bytes
+    moved = {tier: manager.counts.moved[tier] - before[tier] for tier in ("cpu", "disk")}
+    assert moved["disk"] <= 5 * plan.disk_bytes  # an ample window keeps all of it
+    assert 0 < moved["cpu"] <= 5 * plan.cpu_bytes
 
 
 def test_what_is_remembered_of_a_window_does_not_grow_with_the_passes() -> None:

@@ -28,10 +28,10 @@ class Mark:
     """What stands for an event of that device."""
 
     def __init__(self, clock: Clock, number: int) -> None:
-        self._clock, self._number = clock, number
+        self._clock, self.number = clock, number
 
     def query(self) -> bool:
-        return self._clock.recorded - self._number >= self._clock.behind
+        return self._clock.recorded - self.number >= self._clock.behind
 
 
 @pytest.fixture(params=[0, 3])
@@ -54,6 +54,38 @@ def test_whoever_takes_a_slab_waits_only_for_work_that_has_not_been_done(clock: 
         taken.used_until(clock.record(window.device))  # type: ignore[arg-type]
         held.append(taken)
     assert window.free_bytes() == 4 * KIB
+
+
+def test_whoever_takes_memory_waits_for_all_that_used_any_of_it() -> None:
+    clock = Clock(100)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slab, "record_event", clock.record)
+        window = Window(128 * KIB, torch.device("cpu"))
+        made = clock.recorded
+        first, second = window.take(64 * KIB), window.take(64 * KIB)
+        assert first is not None
+        assert second is not None
+        uses = [clock.record(window.device) for _ in range(2)]
+        first.used_until(uses[0])  # type: ignore[arg-type]
+        second.used_until(uses[1])  # type: ignore[arg-type]
+        del first, second
+        both = window.take(128 * KIB)
+    assert both is not None
+    waits: list[Any] = both.overwrite_after
+    assert set(uses) < set(waits)
+    later = {mark.number for mark in waits} - {mark.number for mark in uses} - set(range(made + 1))
+    assert later, "views may have been used behind the last use that was told: until the memory was seen to be free"
+    assert min(later) > uses[1].number
+
+
+def test_what_stays_is_taken_from_the_far_end_so_that_the_rest_is_in_one_piece() -> None:
+    window = Window(4 * 64 * KIB, torch.device("cpu"))
+    passing = [window.take(64 * KIB)]
+    staying = window.take(64 * KIB, to_stay=True)
+    passing.append(window.take(64 * KIB))
+    passing.clear()
+    assert staying is not None
+    assert window.take(3 * 64 * KIB) is not None
 
 
 def test_a_slab_that_is_never_given_up_remembers_its_last_uses_only(clock: Clock) -> None:
