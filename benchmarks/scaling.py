@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/scaling.py --out results.json --plot scaling.svg
 
 With a CUDA device all weights rest in host memory: 1 to 16 GB, and 4 GB in 8 to 512 units. Without one they rest on
-disk, the page cache warm: 0.25 to 2 GB, and 0.5 GB in 4 to 64 units, computing on half of the cores. Everything is
+disk, the page cache warm: 0.25 to 2 GB, and 0.5 GB in 4 to 512 units, computing on half of the cores. Everything is
 streamed: the window holds three units and keeps none. A straight line is fitted to each series. Ends with status 1 when
 a promise was not kept.
 """
@@ -55,7 +55,7 @@ GPU: Final = Sweep(
     torch.device("cuda", 0), torch.bfloat16, 128e6, (1e9, 2e9, 4e9, 8e9, 16e9), 4e9, (8, 16, 32, 64, 128, 256, 512), 7
 )
 CPU: Final = Sweep(
-    torch.device("cpu"), torch.float32, 16e6, (0.25e9, 0.5e9, 1e9, 1.5e9, 2e9), 0.5e9, (4, 8, 16, 32, 64), 7
+    torch.device("cpu"), torch.float32, 16e6, (0.25e9, 0.5e9, 1e9, 1.5e9, 2e9), 0.5e9, (4, 8, 16, 32, 64, 128, 256, 512), 7
 )
 QUICK_GPU: Final = Sweep(torch.device("cuda", 0), torch.bfloat16, 64e6, (0.5e9, 1e9, 2e9), 1e9, (8, 32, 128), 5)
 QUICK_CPU: Final = Sweep(torch.device("cpu"), torch.float32, 8e6, (0.1e9, 0.2e9, 0.4e9), 0.1e9, (4, 16, 64), 5)

@@ -476,6 +476,7 @@ def test_with_two_sources_nothing_is_fetched_twice_in_a_pass(window: int, disk: 
     fetched = stage.fetched()
     assert all(name.endswith("ahead") for name in fetched)
     assert max(Counter(fetched).values()) <= 5
+    assert set(stage.residency._passing) == {unit for unit in stage.units.values() if unit.slab is not None}
 
 
 def test_a_call_looks_at_a_few_of_the_coming_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "training/test_offload_training.py::test_a_pass_without_gradients_leaves_the_learned_order_alone",
         "test_run.py",
         "test_windows.py",
+        "test_mapping.py",
         "test_contract.py",
         "test_offload.py::test_the_window_is_given_back_after_each_call_and_each_backward",
         "test_faults.py::test_files_that_are_gone_before_their_first_use_are_named_and_may_come_back",
