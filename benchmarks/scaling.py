@@ -55,7 +55,13 @@ GPU: Final = Sweep(
     torch.device("cuda", 0), torch.bfloat16, 128e6, (1e9, 2e9, 4e9, 8e9, 16e9), 4e9, (8, 16, 32, 64, 128, 256, 512), 7
 )
 CPU: Final = Sweep(
-    torch.device("cpu"), torch.float32, 16e6, (0.25e9, 0.5e9, 1e9, 1.5e9, 2e9), 0.5e9, (4, 8, 16, 32, 64, 128, 256, 512), 7
+    torch.device("cpu"),
+    torch.float32,
+    16e6,
+    (0.25e9, 0.5e9, 1e9, 1.5e9, 2e9),
+    0.5e9,
+    (4, 8, 16, 32, 64, 128, 256, 512),
+    7,
 )
 QUICK_GPU: Final = Sweep(torch.device("cuda", 0), torch.bfloat16, 64e6, (0.5e9, 1e9, 2e9), 1e9, (8, 32, 128), 5)
 QUICK_CPU: Final = Sweep(torch.device("cpu"), torch.float32, 8e6, (0.1e9, 0.2e9, 0.4e9), 0.1e9, (4, 16, 64), 5)

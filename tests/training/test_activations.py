@@ -205,6 +205,22 @@ def test_the_last_tensors_are_held_and_the_others_come_back_ahead_of_need(device
     assert not packed[3].stored.on_device()
 
 
+def test_what_is_known_of_graphs_that_are_gone_does_not_pile_up_behind_one_that_is_not(device: str) -> None:
+    activations = Activations(torch.device(device), Limits(small=0, held=0, ahead=1 << 20))
+    before: list[Any] = []
+    for step in range(50):
+        tensors = [torch.full((64,), 8.0 * step + index, device=device) for index in range(8)]
+        packed = [activations.pack(tensor) for tensor in tensors]
+        del tensors
+        assert len(activations._order) <= 16
+        for index in reversed(range(8)):
+            values = activations.unpack(gone(packed[index]))
+            assert values.tolist() == [8.0 * step + index] * 64
+            assert index == 0 or packed[index - 1].stored.on_device(), "what comes next is brought ahead"
+        before = packed  # as a loop does that keeps its last loss
+    assert before
+
+
 def test_one_tensor_larger_than_all_limits_still_comes_ahead(device: str) -> None:
     activations = Activations(torch.device(device), Limits(small=0, held=1, ahead=1))
     packed = [activations.pack(computed((64, 64), device)) for _ in range(4)]

@@ -167,7 +167,7 @@ class Saved:
 
     def __init__(self, tensor: torch.Tensor, stored: Stored, place: int) -> None:
         self.stored = stored
-        self.place = place  # in the order of saving
+        self.place = place  # in the order of saving, those counted that are gone
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._start = int(tensor.storage_offset()) * tensor.element_size()
         self._version = Version(tensor)
@@ -196,6 +196,7 @@ class Activations:
         self._links: dict[torch.device, HostLink] = {}
         self._known: weakref.WeakValueDictionary[tuple[int, int, int], Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []  # of saving
+        self._gone = 0  # places in front of those
         self._held: deque[weakref.ref[Stored]] = deque()
         self._lock = threading.RLock()
         self.nbytes_sent = 0
@@ -225,7 +226,7 @@ class Activations:
         with self._lock:
             stored = self._stored(tensor)
             self._order.append(weakref.ref(stored))
-            return Saved(tensor, stored, len(self._order) - 1)
+            return Saved(tensor, stored, self._gone + len(self._order) - 1)
 
     def _leaves(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor):
@@ -239,8 +240,7 @@ class Activations:
 
     def _stored(self, tensor: torch.Tensor) -> Stored:
         _forget_finished()
-        while self._order and self._order[-1]() is None:  # of a graph that is gone
-            self._order.pop()
+        self._forget_gone()
         storage = tensor.untyped_storage()
         start, end = _span(tensor)
         version = 0 if tensor.is_inference() else tensor._version
@@ -258,6 +258,14 @@ class Activations:
         self._held.append(weakref.ref(stored))
         self._let_go_of_the_oldest()
         return stored
+
+    def _forget_gone(self) -> None:
+        """What graphs had saved that are gone: the last one's, or the oldest's where another has been made since."""
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        oldest = next((index for index, reference in enumerate(self._order) if reference() is not None), 0)
+        del self._order[:oldest]
+        self._gone += oldest
 
     def _let_go_of_the_oldest(self) -> None:
         held = [stored for reference in self._held if (stored := reference()) is not None and stored.on_device()]
@@ -287,7 +295,7 @@ class Activations:
         """What backward will need next, as far as there is room: what was saved before."""
         counted: set[int] = set()
         room = self.limits.ahead
-        for index in range(min(place, len(self._order)) - 1, -1, -1):
+        for index in range(min(place - self._gone, len(self._order)) - 1, -1, -1):
             stored = self._order[index]()
             if stored is None or id(stored) in counted or stored.was_served():
                 continue
