@@ -19,7 +19,7 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint unit-test gpu-test soak coverage mutants bench stamp format install clean
+.PHONY: help demo docs test lint unit-test gpu-test soak gpu-soak coverage mutants bench stamp format install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ gpu-test: ## the tests that need a CUDA device; fails where there is none
 
 soak: $(INSTALLED) ## the tests that take minutes: fuzzing by the hundred thousand
 	$(BIN)/python -m pytest -n $(WORKERS) -m "soak and not gpu" $(PYTEST_ARGS)
+
+gpu-soak: ## the same, of those that need a CUDA device
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m "gpu and soak" tests $(PYTEST_ARGS)
 
 docs: $(INSTALLED) ## write docs/reference.md anew, from the docstrings
 	$(BIN)/python tools/reference.py
