@@ -45,11 +45,14 @@ unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for
 gpu-test: ## the tests that need a CUDA device; fails where there is none
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m "gpu and not soak" tests $(PYTEST_ARGS)
 
+# Some of these last for ten minutes: a dump of their threads meanwhile, which they run on under, can end the process.
+SOAKING := -o faulthandler_timeout=1500
+
 soak: $(INSTALLED) ## the tests that take minutes: fuzzing by the hundred thousand
-	$(BIN)/python -m pytest -n $(WORKERS) -m "soak and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(SOAKING) -m "soak and not gpu" $(PYTEST_ARGS)
 
 gpu-soak: ## the same, of those that need a CUDA device
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m "gpu and soak" tests $(PYTEST_ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest $(SOAKING) -m "gpu and soak" tests $(PYTEST_ARGS)
 
 docs: $(INSTALLED) ## write docs/reference.md anew, from the docstrings
 	$(BIN)/python tools/reference.py

@@ -376,6 +376,23 @@ def test_a_mark_that_is_not_ours_is_refused_and_stays(mark: str, folder: Path) -
     assert content(folder) == {"overspill.json": MARKS[mark]}
 
 
+def test_a_mark_that_the_system_gives_piece_by_piece_is_ours_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = OffloadRoot(folder, fingerprint="me")
+    root.write({"a": []})
+    root.close()
+    pread, calls = os.pread, list[int]()
+
+    def short(descriptor: int, nbytes: int, offset: int) -> bytes:
+        calls.append(offset)
+        return pread(descriptor, min(nbytes, 7), offset)
+
+    monkeypatch.setattr(os, "pread", short)
+    OffloadRoot(folder, fingerprint="me").close()
+    assert len(calls) > 5
+
+
 @pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "pipe"])
 def test_a_mark_that_is_no_file_is_refused(kind: str, folder: Path, tmp_path: Path) -> None:
     other = OffloadRoot(tmp_path / "other", fingerprint="me")

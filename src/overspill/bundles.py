@@ -289,7 +289,7 @@ def _old_mark(mark: Path, fingerprint: str) -> tuple[int, bool] | None:
         if not _is_at(mark, descriptor):
             os.close(descriptor)
             return None
-        content = os.pread(descriptor, PAGE, 0)
+        content = read_mark(descriptor)
         if content or free:  # an empty mark that is locked is about to be written
             document = _checked_mark(mark, content, fingerprint)
         if not free:
@@ -300,6 +300,14 @@ def _old_mark(mark: Path, fingerprint: str) -> tuple[int, bool] | None:
         os.close(descriptor)
         raise
     return descriptor, document.get("made the folder") is True
+
+
+def read_mark(descriptor: int) -> bytes:
+    """What a mark says, in however many calls the system gives it."""
+    content = b""
+    while more := os.pread(descriptor, PAGE - len(content), len(content)):
+        content += more
+    return content
 
 
 def is_own(status: os.stat_result) -> bool:

@@ -17,10 +17,9 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from overspill.bundles import is_own, try_lock
+from overspill.bundles import is_own, read_mark, try_lock
 from overspill.checkpoint.writer import private_file, write_all
 from overspill.config import align, format_size
-from overspill.devices import PAGE
 from overspill.errors import OffloadFolderError
 
 _PREFIX = "overspill-"
@@ -112,7 +111,7 @@ def _remove_if_left(folder: Path) -> None:
     # Not waiting for a pipe, nor following a link, in the place of a mark.
     mark = os.open(folder / _MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if is_own(made) and is_own(os.fstat(mark)) and try_lock(mark) and _is_ours(os.pread(mark, PAGE, 0)):
+        if is_own(made) and is_own(os.fstat(mark)) and try_lock(mark) and _is_ours(read_mark(mark)):
             _remove(os.getpid(), folder, made)
     finally:
         os.close(mark)

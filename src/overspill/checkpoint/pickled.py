@@ -1,6 +1,5 @@
 """Finds the tensors of a file that `torch.save` wrote, in place: no value is read and no code of the file runs."""
 
-import os
 import pickle
 import re
 import reprlib
@@ -85,7 +84,8 @@ def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    raw = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset)
+    file.seek(info.header_offset)
+    raw = file.read(_LOCAL_HEADER.size)
     magic, name_length, extra_length = _LOCAL_HEADER.unpack(raw)
     if magic != _ZIP_MAGIC:
         raise ValueError(f"record {info.filename!r} has no header at byte {info.header_offset}")
