@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,30 @@ def run(reference: nn.Module, *args: Any, **kwargs: Any) -> Any:
     device = next(reference.parameters()).device
     args, kwargs = to_device((args, kwargs), device)
     return to_device(reference(*args, **kwargs), torch.device("cpu"))
+
+
+def run_at_once(works: Sequence[Callable[[], object]]) -> None:
+    """Each in a thread of its own, which take turns as often as they can. Raises the first failure of any of them."""
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if failures:
+        raise failures[0]
 
 
 def streamed_units(model: nn.Module) -> list[StreamedUnit]:

@@ -9,7 +9,6 @@ import fcntl
 import itertools
 import os
 import resource
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from overspill.residency import Residency
 from overspill.slab import Slab
 from overspill.streamed import StreamedUnit
 from overspill.tensors import TensorSpec
-from support import Net, aligned, loaded, run, run_program, save_checkpoint, streamed_units
+from support import Net, aligned, loaded, run, run_at_once, run_program, save_checkpoint, streamed_units
 
 IDS = torch.arange(24).view(2, 12)
 COUNTS_AS_MEMORY = mapping._counts_as_memory  # which the fixture `mapped` replaces
@@ -580,28 +579,14 @@ def test_models_that_are_first_used_at_the_same_time_do_not_disturb_each_other(f
     source = SourceFile.at(file)
     whole = Mapping.of([TensorSpec((source.size,), torch.uint8)], [[FileSpan(source, 0, source.size)]])
     assert whole is not None
-    failures: list[BaseException] = []
     before = set(mapping._runs_shown)
 
     def make_some() -> None:
-        try:
-            reader = FileReader()
-            for _ in range(4):
-                assert None not in [MappedSlab.of(whole, reader) for _ in range(300)]
-        except BaseException as failure:
-            failures.append(failure)
+        reader = FileReader()
+        for _ in range(4):
+            assert None not in [MappedSlab.of(whole, reader) for _ in range(300)]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=make_some) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failures == []
+    run_at_once([make_some] * 3)
     assert set(mapping._runs_shown) <= before, "what is gone counts for ever"
 
 

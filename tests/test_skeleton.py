@@ -8,6 +8,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overspill.skeleton import empty_weights
+from support import run_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -282,31 +284,16 @@ def test_a_context_may_end_while_another_thread_registers_a_parameter() -> None:
 
 
 def test_threads_in_and_out_of_contexts_do_not_disturb_each_other() -> None:
-    errors: list[BaseException] = []
-
     def build(empty: bool) -> None:
-        try:
-            for _ in range(200):
-                if empty:
-                    with empty_weights():
-                        module: nn.Module = nn.BatchNorm1d(3)
-                    assert all(parameter.is_meta for parameter in module.parameters())
-                else:
-                    assert is_real(nn.BatchNorm1d(3))
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(200):
+            if empty:
+                with empty_weights():
+                    module: nn.Module = nn.BatchNorm1d(3)
+                assert all(parameter.is_meta for parameter in module.parameters())
+            else:
+                assert is_real(nn.BatchNorm1d(3))
 
-    threads = [threading.Thread(target=build, args=(number % 2 == 0,)) for number in range(6)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors
+    run_at_once([partial(build, number % 2 == 0) for number in range(6)])
 
 
 # ---------------------------------------------------------------- size
