@@ -348,7 +348,10 @@ def test_a_write_through_a_view_that_is_gone_is_seen_also_the_second_time(model:
                 assert torch.equal(model(IDS), run(reference, IDS))
 
 
-def test_what_a_forward_writes_to_its_own_weights_is_kept(tier: str, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_what_a_forward_writes_to_its_own_weights_is_kept(
+    mode: Callable[[], Any], tier: str, device: str, tmp_path: Path
+) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -368,11 +371,89 @@ def test_what_a_forward_writes_to_its_own_weights_is_kept(tier: str, device: str
     reference = aligned(build()).to(device)
     model = loaded(build, save_checkpoint(reference, tmp_path), tier, device)
     x = torch.randn(2, 8)
-    with torch.no_grad():
+    with mode():
         for _ in range(4):
-            assert torch.equal(model(x), run(reference, x))
+            ours, theirs = model(x), run(reference, x)
+            assert torch.equal(ours, theirs)
+            if ours.requires_grad:
+                ours.sum().backward()
+                theirs.sum().backward()
     for name, value in reference.state_dict().items():
         assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == (mode is torch.no_grad)
+        assert ours.grad is None or torch.equal(ours.grad.cpu(), theirs.grad.cpu())
+
+
+def test_a_weight_that_a_forward_gives_other_memory_is_kept(tier: str, device: str, tmp_path: Path) -> None:
+    class Replaces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.replaces = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.replaces:
+                self.weight.data = self.weight.data * 0.5
+            return x @ self.weight
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Replaces() for _ in range(6)))
+
+    reference = aligned(build()).to(device)
+    model = loaded(build, save_checkpoint(reference, tmp_path), tier, device)
+    x = torch.randn(2, 8)
+    for replaces, with_grad in itertools.product((False, True), repeat=2):
+        for module in (*model.children(), *reference.children()):
+            module.replaces = replaces  # type: ignore[assignment]
+        with torch.set_grad_enabled(with_grad):
+            for _ in range(2):
+                assert torch.equal(model(x), run(reference, x)), (replaces, with_grad)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
+
+
+def test_a_weight_that_a_forward_writes_to_after_using_it_has_no_gradients(
+    tier: str, device: str, tmp_path: Path
+) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            y = x @ self.weight
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return y
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Writes() for _ in range(6)))
+
+    reference = aligned(build()).to(device)
+    model = loaded(build, save_checkpoint(reference, tmp_path), tier, device)
+    x = torch.randn(2, 8)
+    for each in (reference, model):
+        output = each(x.to(device))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_a_weight_that_is_frozen_between_two_calls_gets_no_gradient(model: Net, reference: Net) -> None:
+    with torch.no_grad():
+        model(IDS)
+    weights = [each.blocks[-1].up.weight for each in (model, reference)]
+    for trained in (False, True):
+        for weight in weights:
+            weight.requires_grad_(trained)
+        model(IDS).sum().backward()
+        run(reference, IDS).sum().backward()
+        ours, theirs = (weight.grad for weight in weights)
+        assert (ours is not None) == (theirs is not None) == trained
+        model.zero_grad()
+        reference.zero_grad()
 
 
 def test_running_statistics_are_kept(tier: str, device: str, tmp_path: Path) -> None:

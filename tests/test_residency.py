@@ -84,7 +84,7 @@ class Shelf:
     def refresh(self, index: int, live: torch.Tensor) -> None:
         self.mended += 1
 
-    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
+    def absorb(self, index: int, live: torch.Tensor, *, edits: int) -> None:
         raise AssertionError("nobody writes to live tensors here")
 
     def version(self, index: int) -> int:
@@ -599,8 +599,8 @@ def test_a_backward_sees_what_was_edited_since() -> None:
 def test_a_call_knows_how_its_backward_gets_its_units_again() -> None:
     stage = Stage(alike("ab"), window=2)
     with stage.calling("a") as use:
-        ((store, slab, loan),) = stage.residency.loans(use)
-    assert store is stage.shelves["a"]
+        ((slab, loan),) = stage.residency.loans(use)
+    assert loan.version(0) == stage.shelves["a"].edits
     assert slab is stage.units["a"].slab
     stage.residency.clear()
     again = loan.lend()

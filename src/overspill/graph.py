@@ -11,8 +11,7 @@ import torch
 from overspill.config import MIB
 from overspill.host_link import Departure, HostLink
 from overspill.slab import Layout, Slab
-from overspill.store import Store
-from overspill.tensors import is_dense
+from overspill.tensors import is_dense, over
 
 # Gradients.
 #
@@ -177,12 +176,14 @@ class Lender(Protocol):
     def lend(self) -> Slab:
         """The unit's bytes, arrived as far as the current stream is concerned."""
 
+    def version(self, index: int) -> int:
+        """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
+
 
 @dataclass(slots=True)  # not frozen: that takes three times as long to make
 class _SavedWeight:
     """A view of a weight that an operation saved: its unit comes back when backward asks for it."""
 
-    store: Store
     lender: Lender
     index: int
     dtype: torch.dtype
@@ -192,14 +193,14 @@ class _SavedWeight:
     version: int
 
     def values(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            version = self.store.version(self.index)
-        if version != self.version:
+        if self.lender.version(self.index) != self.version:
             refuse_edited(f"an offloaded weight of shape {list(self.shape)} was edited between forward and backward")
-        slab = self.lender.lend()
-        assert slab.layout is not None
-        start = slab.layout.offsets[self.index] + self.offset
-        return _over(slab.memory.untyped_storage(), self.dtype, start, self.shape, self.stride)
+        whole = self.lender.lend().tensors()[self.index]
+        if whole.dtype is self.dtype:
+            start = int(whole.storage_offset()) + self.offset // self.dtype.itemsize
+            return whole.as_strided(self.shape, self.stride, start)
+        start = int(whole.storage_offset()) * whole.itemsize + self.offset
+        return over(whole.untyped_storage(), self.dtype, start, self.shape, self.stride)
 
 
 class SavedTensor:
@@ -222,61 +223,35 @@ class SavedTensor:
         return self._tensor
 
 
-@dataclass(slots=True)
-class _SavedElsewhere:
-    """What the hooks around ours made of a tensor."""
-
-    packed: Any
-
-
 _Hook = Callable[[Any], Any]
 
 
 @contextmanager
-def saving_weights_as_notes(parts: Sequence[tuple[Store, Slab, Lender]]) -> Iterator[None]:
+def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> Iterator[None]:
     """Within, a saved tensor that lies in one of the slabs is kept as a note, so the slab can go.
 
     Only the innermost hooks are called, so everything else is passed on to the hooks around (activation checkpointing).
     """
-    slabs = {slab.memory.untyped_storage()._cdata: (store, slab.layout, lender) for store, slab, lender in parts}
+    slabs = {slab.memory.untyped_storage()._cdata: (slab.layout, lender) for slab, lender in parts}
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    replayed = is_replaying()  # then no gradient will ask for a weight
 
     def pack(tensor: torch.Tensor) -> Any:
         part = slabs.get(storage_key(tensor))
         if part is not None:
-            return _note(tensor, *part)
+            return None if replayed else _note(tensor, *part)
         if outer is not None:
-            return _SavedElsewhere(cast(_Hook, outer[0])(tensor))
+            return cast(_Hook, outer[0])(tensor)
         return SavedTensor(tensor)
 
     def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, _SavedElsewhere):
-            assert outer is not None
-            return cast(torch.Tensor, cast(_Hook, outer[1])(saved.packed))
-        assert isinstance(saved, _SavedWeight | SavedTensor)
-        return saved.values()
+        if isinstance(saved, _SavedWeight | SavedTensor):  # whichever hooks of ours made it
+            return saved.values()
+        assert outer is not None
+        return cast(torch.Tensor, cast(_Hook, outer[1])(saved))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
-
-
-def view_over(
-    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    """Elements of `storage` from byte `start` on, as a tensor that autograd does not know for a view.
-
-    No strides: the elements lie in order.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        return _over(storage, dtype, start, shape, stride)
-
-
-def _over(
-    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    """`view_over` where inference mode is off for sure, as in a backward: its contexts are half of its time."""
-    view = torch.empty(0, dtype=dtype, device=storage.device)
-    return view.set_(storage, start // dtype.itemsize, tuple(shape), tuple(stride))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -287,11 +262,9 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _note(tensor: torch.Tensor, store: Store, layout: Layout | None, lender: Lender) -> _SavedWeight:
+def _note(tensor: torch.Tensor, layout: Layout | None, lender: Lender) -> _SavedWeight:
     assert layout is not None
     start = int(tensor.storage_offset()) * tensor.element_size()
     index = layout.index_at(start)
-    with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
-        version = store.version(index)
-    offset = start - layout.offsets[index]
-    return _SavedWeight(store, lender, index, tensor.dtype, tensor.shape, offset, tensor.stride(), version)
+    offset, version = start - layout.offsets[index], lender.version(index)
+    return _SavedWeight(lender, index, tensor.dtype, tensor.shape, offset, tensor.stride(), version)

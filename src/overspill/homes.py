@@ -248,14 +248,14 @@ class DiskValues:
             self._slot.uses += 1
             return self.memory
 
-    def replace(self, values: torch.Tensor, *, seen: bool = True) -> None:
-        """Take `values` as the truth. `seen`: as an edit that autograd notices."""
+    def replace(self, values: torch.Tensor, *, edits: int = 1) -> None:
+        """Take `values` as the truth: as so many edits, of those that autograd notices."""
         with self._lock:
             if self.memory is None:
                 self._settle(_aligned_empty(self.spec))
             assert self.memory is not None
             self.memory.copy_(values)
-            self.edits += seen
+            self.edits += edits
 
     def stamp(self) -> object:
         """Equal to an earlier one only if nobody can have changed the values since."""

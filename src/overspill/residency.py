@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
 from overspill.slab import Slab, Window, extra_slab
-from overspill.store import Store
 from overspill.streamed import StreamedUnit
 from overspill.transfer import DEMANDED, PREFETCHED, Fetch, Transfer
 
@@ -27,6 +25,14 @@ _LOOK_AHEAD = 64
 """Steps: each call looks at so many, however many units the window has room for."""
 
 
+class Phase(Enum):
+    """What a root's units are needed for. Passes with and without gradients have orders of their own."""
+
+    INFERENCE = "a forward without gradients"
+    FORWARD = "a forward with gradients"
+    BACKWARD = "a backward, and the forwards that are computed once more in it"
+
+
 @dataclass(eq=False)
 class Root:
     """A module whose forward needs some units, all at once."""
@@ -34,6 +40,17 @@ class Root:
     path: str
     module: nn.Module
     units: list[StreamedUnit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.steps = {phase: Step(self, phase) for phase in Phase}
+
+
+@dataclass(eq=False)  # there is one of each, so that finding it in a table costs little
+class Step:
+    """One need of a root's units."""
+
+    root: Root
+    phase: Phase
 
 
 @dataclass(eq=False)
@@ -45,21 +62,6 @@ class Use:
     running: bool = False
 
 
-class Phase(Enum):
-    """What a root's units are needed for. Passes with and without gradients have orders of their own."""
-
-    INFERENCE = "a forward without gradients"
-    FORWARD = "a forward with gradients"
-    BACKWARD = "a backward"
-
-
-class Step(NamedTuple):
-    """One need of a root's units."""
-
-    root: Root
-    phase: Phase
-
-
 class Loan:
     """A unit's bytes, to be had again in the backward of one call of a root."""
 
@@ -69,6 +71,10 @@ class Loan:
     def lend(self) -> Slab:
         """The unit's bytes, arrived as far as the current stream is concerned."""
         return self._residency.lend(self._root, self._unit)
+
+    def version(self, index: int) -> int:
+        """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
+        return self._unit.version(index)
 
 
 class Residency:
@@ -89,6 +95,7 @@ class Residency:
         self._two_sources = len({unit.store.reads_disk for unit in self._units}) > 1
         self._changed = threading.Condition()
         self._draining: list[Fetch] = []
+        self._lacked_room = False  # of something that was to be fetched ahead
         self._running = 0  # uses by calls that are under way and do not themselves wait for room
         self._mine = threading.local()  # this thread's share of those
 
@@ -100,7 +107,10 @@ class Residency:
             if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
                 self._pass += 1  # an optimizer may have been there
             with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            self._schedule.note(Step(root, Phase.FORWARD if with_grad else Phase.INFERENCE), line)
+            step = root.steps[_phase(with_grad=with_grad)]
+            goes_on = step is line.last and step.phase is Phase.BACKWARD  # which needs its units more than once
+            if not goes_on:
+                self._schedule.note(step, line)
             if with_grad:
                 self._trained = line
             for unit in root.units:
@@ -110,12 +120,15 @@ class Residency:
             for unit in root.units:
                 self._drop_outdated(unit, users=1)
                 self._ensure_fetched(unit, may_map=not with_grad)
-            self._prefetch(line)
+            if not goes_on:
+                self._prefetch(line)
         self._wait_for(root.path, root.units)
         with self._changed:
+            now = self._now()
             for unit in root.units:
                 unit.make_live()
                 unit.bind(root.module)
+                unit.arrived_for = now
             self._count_running(+1)
             use.running = True
 
@@ -129,7 +142,8 @@ class Residency:
             try:
                 self._end_uses(use, end)
             finally:
-                self._prefetch(self._line())
+                if self._lacked_room:
+                    self._prefetch(self._line())
                 self._changed.notify_all()
 
     def _end_uses(self, use: "Use", end: torch.Event | None) -> None:
@@ -163,20 +177,20 @@ class Residency:
         if unit.slab is not None and unit.slab.is_extra and unit.users == 0:
             self._drop(unit)
 
-    def loans(self, use: "Use") -> list[tuple[Store, Slab, Loan]]:
+    def loans(self, use: "Use") -> list[tuple[Slab, Loan]]:
         """What a call computes with, and how its backward gets that again."""
-        return [(unit.store, unit.slab, Loan(self, use.root, unit)) for unit in use.units if unit.slab is not None]
+        return [(unit.slab, Loan(self, use.root, unit)) for unit in use.units if unit.slab is not None]
 
     def lend(self, root: Root, unit: StreamedUnit) -> Slab:
         """The bytes of a unit for the backward of a call. The slab lives as long as views of it do."""
         with self._changed:
             self._begin_backward()
             line = self._line()
-            step = Step(root, Phase.BACKWARD)
-            now = None if self._backward is None else (self._backward, current_stream(self.device))
-            if line.last == step and unit.slab is not None and now is not None and unit.arrived_for == now:
+            step = root.steps[Phase.BACKWARD]
+            now = self._now()
+            if line.last is step and unit.slab is not None and now is not None and unit.arrived_for == now:
                 return unit.slab
-            if line.last != step:
+            if line.last is not step:
                 self._schedule.note(step, line)
             unit.users += 1
         try:
@@ -194,6 +208,11 @@ class Residency:
             with self._changed:
                 unit.users -= 1
                 self._changed.notify_all()
+
+    def _now(self) -> tuple[int, torch.Stream | None] | None:
+        """Which backward this thread works for, and on which stream. Nothing where it works for none."""
+        backward = running_backward()
+        return None if backward is None else (backward, current_stream(self.device))
 
     def _begin_backward(self) -> None:
         """Know which backward this is, and be told when it ends."""
@@ -401,6 +420,7 @@ class Residency:
         """Fetch what comes next while there is room, in the place of what comes later."""
         if line.last is None:
             return
+        self._lacked_room = False
         wanted = self._wanted(line)
         for unit in wanted:
             if unit in line.last.root.units:
@@ -411,6 +431,7 @@ class Residency:
             if unit.slab is None:
                 slab = self._room(unit, self._passing, keep=wanted)
                 if slab is None:
+                    self._lacked_room = True
                     return
                 self._start(unit, slab, PREFETCHED)
 
@@ -466,10 +487,17 @@ def _guess(roots: Sequence[Root]) -> Mapping[Step, Step]:
     """Roots follow each other as they are defined; a backward goes the other way."""
     after = {}
     for here, following in zip(roots, [*roots[1:], *roots[:1]], strict=True):
-        after[Step(here, Phase.INFERENCE)] = Step(following, Phase.INFERENCE)
-        after[Step(here, Phase.FORWARD)] = Step(following, Phase.FORWARD)
-        after[Step(following, Phase.BACKWARD)] = Step(here, Phase.BACKWARD)
+        after[here.steps[Phase.INFERENCE]] = following.steps[Phase.INFERENCE]
+        after[here.steps[Phase.FORWARD]] = following.steps[Phase.FORWARD]
+        after[following.steps[Phase.BACKWARD]] = here.steps[Phase.BACKWARD]
     if roots:
-        after[Step(roots[-1], Phase.FORWARD)] = Step(roots[-1], Phase.BACKWARD)
-        after[Step(roots[0], Phase.BACKWARD)] = Step(roots[0], Phase.FORWARD)
+        after[roots[-1].steps[Phase.FORWARD]] = roots[-1].steps[Phase.BACKWARD]
+        after[roots[0].steps[Phase.BACKWARD]] = roots[0].steps[Phase.FORWARD]
     return after
+
+
+def _phase(*, with_grad: bool) -> Phase:
+    """What a call that begins now needs its units for."""
+    if not with_grad:
+        return Phase.INFERENCE
+    return Phase.FORWARD if running_backward() is None else Phase.BACKWARD

@@ -26,7 +26,7 @@ from overspill.devices import (
     touch,
 )
 from overspill.errors import BudgetError
-from overspill.tensors import TensorSpec
+from overspill.tensors import TensorSpec, over
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,19 @@ class _Gap:
     events: list[torch.Event] = field(default_factory=list)
 
 
+def _merged(gaps: list[_Gap]) -> list[_Gap]:
+    """Gaps in order, with neighbours made one."""
+    gaps.sort(key=lambda gap: gap.start)
+    merged = gaps[:1]
+    for gap in gaps[1:]:
+        if gap.start == merged[-1].end:
+            merged[-1].end = gap.end
+            merged[-1].events += gap.events
+        else:
+            merged.append(gap)
+    return merged
+
+
 class Slab:
     """Bytes on the compute device that hold one unit while it is on its way or live."""
 
@@ -94,6 +107,20 @@ class Slab:
         self.name = ""  # of the unit that they are
         self.layout: Layout | None = None  # of that unit's tensors in it
         self.is_extra = False  # no window has room for it: it goes as soon as nobody uses it
+        self._tensors: list[torch.Tensor] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The unit's tensors, plain ones, where they lie in it. Made once."""
+        if not self._tensors:
+            assert self.layout is not None
+            storage = self.memory.untyped_storage()
+            with torch.inference_mode(False), torch.no_grad():
+                # Not views of the slab for autograd: those share a version, and each of these needs its own.
+                self._tensors = [
+                    over(storage, spec.dtype, start, spec.shape, spec.strides or ())
+                    for spec, start in self.layout.spots()
+                ]
+        return self._tensors
 
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""
@@ -152,24 +179,16 @@ class _Arena:
 
     def _collect(self) -> None:
         """Put what finalizers returned back among the gaps, merging neighbours."""
-        while self._returned:
-            gap = self._returned.popleft()
-            # A view that outlived its unit's release may have been used after the events that the release recorded.
-            last_use = record_event(self.device)
-            if last_use is not None:
-                gap.events.append(last_use)
-            self._gaps.append(gap)
-            self._gaps.sort(key=lambda gap: gap.start)
-            merged = [self._gaps[0]]
-            for gap in self._gaps[1:]:
-                if gap.start == merged[-1].end:
-                    merged[-1].end = gap.end
-                    merged[-1].events += gap.events
-                else:
-                    merged.append(gap)
-            self._gaps = merged
-            for gap in merged:  # also of those that nobody took lately
-                _forget_passed(gap.events)
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        if not returned:
+            return
+        # A view that outlived its unit's release may have been used after the events that the release recorded.
+        last_use = record_event(self.device)
+        for gap in returned:
+            gap.events += [] if last_use is None else [last_use]
+        self._gaps = _merged([*self._gaps, *returned])  # all at once: a step's gradients are hundreds
+        for gap in self._gaps:  # also of those that nobody took lately
+            _forget_passed(gap.events)
 
 
 class Window:

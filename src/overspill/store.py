@@ -6,6 +6,7 @@ from functools import partial
 from typing import Protocol, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.reader import FileReader, RangeReader
@@ -37,8 +38,8 @@ class Store(Protocol):
     def refresh(self, index: int, live: torch.Tensor) -> None:
         """Copy the present values to `live`."""
 
-    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
-        """Take what a forward wrote to `live` as the truth. `seen`: autograd would have noticed."""
+    def absorb(self, index: int, live: torch.Tensor, *, edits: int) -> None:
+        """Take what a forward wrote to `live` as the truth. `edits`: how many times autograd would have noticed."""
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit that autograd would notice."""
@@ -182,10 +183,12 @@ class HostStore:
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(_plain(self.homes[index]))
 
-    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
+    def absorb(self, index: int, live: torch.Tensor, *, edits: int) -> None:
         self.settle()
         home = _plain(self.homes[index])
-        (home if seen else home.data).copy_(live)  # what goes through .data has no part in the version
+        home.data.copy_(live)  # which has no part in the version
+        for _ in range(edits):
+            increment_version(home)
 
     def version(self, index: int) -> int:
         return self.homes[index]._version
@@ -255,8 +258,8 @@ class DiskStore:
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(self._values[index].read())
 
-    def absorb(self, index: int, live: torch.Tensor, *, seen: bool) -> None:
-        self._values[index].replace(live, seen=seen)
+    def absorb(self, index: int, live: torch.Tensor, *, edits: int) -> None:
+        self._values[index].replace(live, edits=edits)
 
     def version(self, index: int) -> int:
         return self._values[index].edits

@@ -12,14 +12,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU, storage_users
-from overspill.graph import onload, view_over
+from overspill.graph import onload
 from overspill.homes import DiskTensor, HostTensor
 from overspill.mapping import MappedSlab
 from overspill.slab import Slab
@@ -30,8 +30,10 @@ from overspill.transfer import Fetch, Transfer
 _NOT_FETCHED = object()  # equal to no stamp
 
 
-class LiveParameter(nn.Parameter):
-    """A parameter to compute with. An edit through `.data` leaves no trace in its version, so it is noticed here."""
+class _Live(torch.Tensor):
+    """A weight to compute with. An edit through `.data` leaves no trace in its version, so it is noticed here."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     data_was_used = False
 
@@ -44,6 +46,14 @@ class LiveParameter(nn.Parameter):
     def data(self, values: torch.Tensor) -> None:
         self.data_was_used = True
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+
+class LiveParameter(_Live, nn.Parameter):
+    """One that is shown as what its home is."""
+
+
+class LiveResult(_Live):
+    """One that is a result of its home, so that its gradient arrives there."""
 
 
 @dataclass
@@ -78,6 +88,8 @@ class StreamedUnit:
         self.arrived_for: object = None  # the backward, and its stream, that have waited for the slab already
         self._places = places
         self._live: list[torch.Tensor] = []
+        self._parameters: dict[int, LiveParameter] = {}  # the same tensors, to be shown as what their homes are
+        self._results: dict[int, LiveResult] = {}  # … and as results of them, while they are shown so
         self._stamps: list[object] = []
         self._versions: list[int] = []
         self._bound: list[_Bound] = []
@@ -124,7 +136,7 @@ class StreamedUnit:
         fetch, self.fetch = self.fetch, None
         if isinstance(self.slab, MappedSlab):
             self.slab.end_leases()
-        self.slab, self._live = None, []
+        self.slab, self._live, self._parameters = None, [], {}
         if fetch is None or fetch.finished():
             return None
         fetch.cancel()
@@ -155,7 +167,7 @@ class StreamedUnit:
 
     def _is_kept_outside(self, slab: MappedSlab) -> bool:
         """Whether somebody has a live tensor, or a view of one, that outlives the call."""
-        references = zip(_references(slab, self._live), self._unshared, strict=True)
+        references = zip(_references(slab, self._shown_plainly()), self._unshared, strict=True)
         return bool(self._live) and any(now > before for now, before in references)
 
     # FETCHING -> LIVE: the bytes have been waited for.
@@ -164,13 +176,12 @@ class StreamedUnit:
         """Build the live tensors where there are none, and bring those up to date whose homes were edited since."""
         assert self.slab is not None
         if not self._live:
-            with torch.inference_mode(False), torch.no_grad():
-                live = [self._live_tensor(index, self.slab) for index in range(len(self._places))]
+            live = list(self.slab.tensors())
             self._versions = [tensor._version for tensor in live]
+            self._live = live
             if isinstance(self.slab, MappedSlab):
                 self.slab.is_filled = True
-                self._unshared = _references(self.slab, live)
-            self._live = live
+                self._unshared = _references(self.slab, self._shown_plainly())
         self.bring_up_to_date()
 
     def bring_up_to_date(self) -> None:
@@ -184,21 +195,6 @@ class StreamedUnit:
         with torch.inference_mode(False), torch.no_grad():
             self._refresh_edited(stamps)
 
-    def _live_tensor(self, index: int, slab: Slab) -> torch.Tensor:
-        assert slab.layout is not None
-        spec, start = slab.layout.specs[index], slab.layout.offsets[index]
-        # Not a view of the slab for autograd: views share a version, and each of these needs its own.
-        view = view_over(slab.memory.untyped_storage(), spec.dtype, start, spec.shape, spec.strides or ())
-        home = self.store.homes[index]
-        if not isinstance(home, nn.Parameter):
-            return view
-        requires_grad = home.requires_grad
-        live = LiveParameter(view, requires_grad=requires_grad)
-        if requires_grad:
-            # Only for code that turns gradients on inside a call that had them off: see `bind` for the usual way.
-            live._post_accumulate_grad_hooks = OrderedDict({0: _GradientGoesHome(home)})
-        return live
-
     def _refresh_edited(self, stamps: list[object]) -> None:
         for index, live in enumerate(self._live):
             if stamps[index] != self._stamps[index]:
@@ -210,8 +206,8 @@ class StreamedUnit:
         if TensorSpec.of(home) == self.store.layout.specs[index]:
             self.store.refresh(index, live)
         else:  # a home that was given another dtype or shape has no room in the slab
-            live = nn.Parameter(home.to(self.device), home.requires_grad) if isinstance(home, nn.Parameter) else home
-            self._live[index] = live
+            live = self._live[index] = home.detach().to(self.device) if isinstance(home, nn.Parameter) else home
+            self._parameters.pop(index, None)
         self._versions[index] = live._version
 
     # LIVE: the modules show the live tensors while somebody uses the unit.
@@ -221,7 +217,7 @@ class StreamedUnit:
         with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if self._bound and (self._bound_with_grad or not with_grad):
             return
-        shown = self._onloaded() if with_grad else self._live
+        shown = self._onloaded() if with_grad else self._shown_plainly()
         # One in the place of the other: calls of other threads are under way, and must not see a home in between.
         before, self._bound = {id(bound.shown) for bound in self._bound}, []
         self._bound_with_grad = with_grad
@@ -231,17 +227,37 @@ class StreamedUnit:
         if not self._strays:
             self._bind_strays(root)
 
+    def _shown_plainly(self) -> list[torch.Tensor]:
+        """The live tensors for a call without gradients."""
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return [self._shown_as_its_home(index) for index in range(len(self._live))]
+
+    def _shown_as_its_home(self, index: int) -> torch.Tensor:
+        home = self.store.homes[index]
+        if not isinstance(home, nn.Parameter):
+            return self._live[index]
+        live = self._parameters.get(index)
+        if live is None:
+            live = self._parameters[index] = LiveParameter(self._live[index], requires_grad=home.requires_grad)
+            # Only for code that turns gradients on inside a call that had them off: see `_onloaded` for the usual way.
+            live._post_accumulate_grad_hooks = OrderedDict({0: _GradientGoesHome(home)})
+        elif live.requires_grad != home.requires_grad:  # it was frozen meanwhile, or is trained from now on
+            live.requires_grad_(home.requires_grad)
+        return live
+
     def _onloaded(self) -> list[torch.Tensor]:
         """The live tensors for a call whose graph is to bring gradients to the homes."""
-        homes, shown = self.store.homes, list(self._live)
+        homes = self.store.homes
         with torch._C.DisableTorchFunctionSubclass():
             trained = [index for index, home in enumerate(homes) if home.requires_grad]
-        if trained:
-            lives = [self._live[index].detach() for index in trained]
-            onloaded = onload([homes[index] for index in trained], lives, self._transfer.host_link)
-            for index, live in zip(trained, onloaded, strict=True):
-                shown[index] = live
-        return shown
+        lives = [self._live[index].detach() for index in trained]
+        onloaded = onload([homes[index] for index in trained], lives, self._transfer.host_link)
+        for index, live in zip(trained, onloaded, strict=True):
+            live.__class__ = LiveResult
+            self._results[index] = cast(LiveResult, live)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            shown = self._results
+            return [shown[index] if index in shown else self._shown_as_its_home(index) for index in range(len(homes))]
 
     def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor, before: Collection[int]) -> None:
         table = table_of(place)
@@ -287,7 +303,7 @@ class StreamedUnit:
     def _unbind_tensors(self) -> None:
         for bound in self._bound:
             bound.undo()
-        self._bound, self._bound_with_grad = [], False
+        self._bound, self._bound_with_grad, self._results = [], False, {}
         for places in self._places:
             for place in places:
                 refresh_flat_weights(place.module)
@@ -296,18 +312,31 @@ class StreamedUnit:
         """Send home what was written to live tensors. `after_call`: also what a call may have written unseen."""
         with torch.inference_mode(False), torch.no_grad():
             for index, live in enumerate(self._live):
-                seen = live._version != self._versions[index] or self._edited_through_data(index, live)
                 unseen = after_call and any(_updates_unseen(place) for place in self._places[index])
-                if not seen and not unseen:
-                    continue
-                self.store.absorb(index, live.detach(), seen=seen)
-                self._versions[index] = live._version
-                self._stamps[index] = self.store.stamps()[index]
+                if unseen or live._version != self._versions[index]:
+                    self._send_home(index, live)
+                for shown in (self._parameters.get(index), self._results.get(index)):
+                    if shown is not None and self._edited_through_data(index, shown):
+                        self._send_home(index, shown.detach())
 
-    def _edited_through_data(self, index: int, live: torch.Tensor) -> bool:
-        if not getattr(live, "data_was_used", False):
+    def _send_home(self, index: int, values: torch.Tensor) -> None:
+        live = self._live[index]
+        self.store.absorb(index, values, edits=live._version - self._versions[index])
+        self._versions[index] = live._version
+        self._stamps[index] = self.store.stamps()[index]
+        if values.data_ptr() != live.data_ptr():  # it was given other memory: what is in the slab is outdated
+            self._parameters.pop(index, None)
+            self._stamps[index] = _NOT_FETCHED
+
+    def version(self, index: int) -> int:
+        """Grows with each in-place edit of a tensor that autograd would notice, at home or in a call."""
+        with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
+            version = self.store.version(index)
+        return version + self._live[index]._version - self._versions[index] if self._live else version
+
+    def _edited_through_data(self, index: int, live: _Live) -> bool:
+        if not live.data_was_used:
             return False
-        assert isinstance(live, LiveParameter)
         live.data_was_used = False
         # Most uses of .data only read (compilers do). Comparing is slow, but an edit that never happened costs memory.
         before = torch.empty_like(live, device="cpu")

@@ -1,6 +1,7 @@
 """What a tensor is without its values, and which tensors a module holds, each tie counted once."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -143,3 +144,22 @@ def _note(
     else:
         group.persistent |= persistent
         group.places.append(place)
+
+
+def view_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Elements of `storage` from byte `start` on, as a tensor that autograd does not know for a view.
+
+    No strides: the elements lie in order.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return over(storage, dtype, start, shape, stride)
+
+
+def over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """`view_over` where inference mode is off for sure, as in a backward: its contexts are half of its time."""
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    return view.set_(storage, start // dtype.itemsize, tuple(shape), tuple(stride))
