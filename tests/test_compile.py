@@ -104,14 +104,57 @@ def test_blocks_that_were_compiled_before_loading_stream_too(
 
 # Dynamo asks every input for .grad, also inputs that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_gradients_through_compiled_blocks(twins: tuple[Net, Net]) -> None:
+@pytest.mark.parametrize("compile_blocks", WAYS)
+def test_gradients_through_compiled_blocks(
+    compile_blocks: Callable[[Net, dict[str, Any]], None], twins: tuple[Net, Net]
+) -> None:
     model, reference = twins
-    _compile_method(model, {"backend": "aot_eager", "fullgraph": True})
+    parameters = dict(model.named_parameters())
+    compile_blocks(model, {"backend": "aot_eager", "fullgraph": True})
     for _ in range(2):
         for net in twins:
             net(IDS).square().mean().backward()
+    for (name, ours), theirs in zip(parameters.items(), reference.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_gradients_through_a_compiled_model(twins: tuple[Net, Net]) -> None:
+    model, reference = twins
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        for net in (compiled, reference):
+            net(IDS).square().mean().backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad), name  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_a_compiled_forward_writes_to_its_weights_is_kept(tier: str, with_grad: bool, tmp_path: Path) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.a.mul_(0.5)
+            self.b.data.add_(1)
+            return x @ self.a + x @ self.b
+
+    torch._dynamo.reset()
+    reference = aligned(nn.Sequential(*(Writes() for _ in range(6))))
+    model = loaded(lambda: nn.Sequential(*(Writes() for _ in range(6))), save_checkpoint(reference, tmp_path), tier)
+    for block in model.children():
+        block.compile(backend="aot_eager")
+    x = torch.randn(2, 8)
+    with torch.set_grad_enabled(with_grad):
+        for _ in range(3):
+            assert torch.equal(model(x), reference(x))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 def test_a_compiler_around_the_whole_model_stops_before_each_streamed_block(twins: tuple[Net, Net]) -> None:

@@ -15,9 +15,10 @@ from overspill.checkpoint.index import SourceFile
 from overspill.devices import CPU, Arena, new_arena
 from overspill.errors import CheckpointReadError
 from overspill.recording import COMPUTE, WAIT, Recording
-from overspill.residency import Residency, Root, Use
+from overspill.residency import Residency, Use
 from overspill.schedule import Line, Schedule
 from overspill.slab import Layout, Slab, Window
+from overspill.steps import Root
 from overspill.streamed import StreamedUnit
 from overspill.tensors import Place, TensorSpec
 from overspill.transfer import DEMANDED, Fetch, Transfer

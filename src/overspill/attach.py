@@ -27,7 +27,8 @@ from overspill.graph import saving_weights_as_notes
 from overspill.homes import ComputingOn
 from overspill.movement import tensors_in, to_device
 from overspill.recording import COMPUTE, Counts
-from overspill.residency import Residency, Root, Use
+from overspill.residency import Residency, Use
+from overspill.steps import Root
 
 Call = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

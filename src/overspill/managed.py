@@ -20,8 +20,9 @@ from overspill.homes import DiskTensor, HostTensor
 from overspill.plan import Plan, Tier
 from overspill.recording import Counts, Span
 from overspill.rehoming import Origin
-from overspill.residency import Residency, Root
+from overspill.residency import Residency
 from overspill.slab import Window
+from overspill.steps import Root
 from overspill.streamed import StreamedUnit
 from overspill.transfer import Transfer
 

@@ -2,13 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 
 import torch
-from torch import nn
 
 from overspill.devices import CPU, Moment, at_end_of_backward, current_stream, record_event, running_backward
 from overspill.errors import CheckpointError
@@ -16,6 +14,7 @@ from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
 from overspill.slab import Slab, Window, extra_slab
+from overspill.steps import Phase, Root, Step, Steps
 from overspill.streamed import StreamedUnit
 from overspill.transfer import DEMANDED, PREFETCHED, Fetch, Transfer
 
@@ -23,34 +22,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AHEAD = 64
 """Steps: each call looks at so many, however many units the window has room for."""
-
-
-class Phase(Enum):
-    """What a root's units are needed for. Passes with and without gradients have orders of their own."""
-
-    INFERENCE = "a forward without gradients"
-    FORWARD = "a forward with gradients"
-    BACKWARD = "a backward, and the forwards that are computed once more in it"
-
-
-@dataclass(eq=False)
-class Root:
-    """A module whose forward needs some units, all at once."""
-
-    path: str
-    module: nn.Module
-    units: list[StreamedUnit] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.steps = {phase: Step(self, phase) for phase in Phase}
-
-
-@dataclass(eq=False)  # there is one of each, so that finding it in a table costs little
-class Step:
-    """One need of a root's units."""
-
-    root: Root
-    phase: Phase
 
 
 @dataclass(eq=False)
@@ -88,7 +59,8 @@ class Residency:
         self._units = list(dict.fromkeys(unit for root in roots for unit in root.units))
         self._kept = [unit for unit in self._units if unit.kept]
         self._passing: dict[StreamedUnit, None] = {}  # those not kept that have a slab of the window, oldest first
-        self._schedule = Schedule(_guess(roots))
+        self._steps = Steps(roots)
+        self._schedule = Schedule(self._steps.guess())
         self._trained: Line[Step] | None = None  # of the thread that ran the last forward with gradients
         self._backward: int | None = None  # the backward that was served last
         self._pass = 0  # of training: a forward and its backward
@@ -107,7 +79,7 @@ class Residency:
             if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
                 self._pass += 1  # an optimizer may have been there
             with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            step = root.steps[_phase(with_grad=with_grad)]
+            step = self._steps[root, Phase.of_a_call(with_grad=with_grad)]
             goes_on = step is line.last and step.phase is Phase.BACKWARD  # which needs its units more than once
             if not goes_on:
                 self._schedule.note(step, line)
@@ -186,7 +158,7 @@ class Residency:
         with self._changed:
             self._begin_backward()
             line = self._line()
-            step = root.steps[Phase.BACKWARD]
+            step = self._steps[root, Phase.BACKWARD]
             now = self._now()
             if line.last is step and unit.slab is not None and now is not None and unit.arrived_for == now:
                 return unit.slab
@@ -481,23 +453,3 @@ class Residency:
 
     def _coming(self, line: Line[Step]) -> Iterator[StreamedUnit]:
         return (unit for step in islice(self._schedule.upcoming(line), _LOOK_AHEAD) for unit in step.root.units)
-
-
-def _guess(roots: Sequence[Root]) -> Mapping[Step, Step]:
-    """Roots follow each other as they are defined; a backward goes the other way."""
-    after = {}
-    for here, following in zip(roots, [*roots[1:], *roots[:1]], strict=True):
-        after[here.steps[Phase.INFERENCE]] = following.steps[Phase.INFERENCE]
-        after[here.steps[Phase.FORWARD]] = following.steps[Phase.FORWARD]
-        after[following.steps[Phase.BACKWARD]] = here.steps[Phase.BACKWARD]
-    if roots:
-        after[roots[-1].steps[Phase.FORWARD]] = roots[-1].steps[Phase.BACKWARD]
-        after[roots[0].steps[Phase.BACKWARD]] = roots[0].steps[Phase.FORWARD]
-    return after
-
-
-def _phase(*, with_grad: bool) -> Phase:
-    """What a call that begins now needs its units for."""
-    if not with_grad:
-        return Phase.INFERENCE
-    return Phase.FORWARD if running_backward() is None else Phase.BACKWARD

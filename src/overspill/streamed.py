@@ -39,6 +39,8 @@ class _Live(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
+        if torch.compiler.is_compiling():  # a compiler takes an edit through a detached tensor for one like others
+            return self.detach()
         self.data_was_used = True
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -54,6 +56,8 @@ class LiveParameter(_Live, nn.Parameter):
 
 class LiveResult(_Live):
     """One that is a result of its home, so that its gradient arrives there."""
+
+    _is_param = True  # for whoever asks: its home is one
 
 
 @dataclass
