@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import overspill
 from overspill.errors import StateError
+from overspill.homes import DiskTensor, HostTensor
 from overspill.managed import managed
 from support import TIERS, Block, Net, aligned, loaded, run, save_checkpoint, streamed_units, window_bytes_in_use
 
@@ -470,6 +471,38 @@ def test_running_statistics_are_kept(tier: str, device: str, tmp_path: Path) -> 
             assert torch.equal(model(x), run(reference, x))
     for name, value in reference.state_dict().items():
         assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("there", ["meta", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_a_home_that_meets_tensors_of_a_device_is_read_there_also_outside_a_forward(
+    tier: str, there: str, tmp_path: Path
+) -> None:
+    """As in a thread that is inside a block which another one is just offloading."""
+    reference = aligned(Net()).eval()
+    model = loaded(Net, save_checkpoint(reference, tmp_path), tier)
+    homes = {name: p for name, p in model.named_parameters() if isinstance(p, DiskTensor | HostTensor)}
+    name, home = next((name, home) for name, home in homes.items() if home.shape == (32,))
+    truth, x = reference.get_parameter(name).detach(), torch.randn(2, 32, device=there)
+    uses: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda weight: functional.layer_norm(x, (32,), weight),
+        lambda weight: x + weight,
+        lambda weight: weight * x,
+        lambda weight: x.clone().add_(weight),
+        lambda weight: torch.stack([x[0], weight]),
+    ]
+    for use in uses:
+        weight = truth.to(there).requires_grad_()
+        found, expected = use(home), use(weight)
+        assert found.device == expected.device
+        if there != "meta":
+            assert torch.equal(found, expected)
+            (gradient,) = torch.autograd.grad(found.sum(), home)
+            (wanted,) = torch.autograd.grad(expected.sum(), weight)
+            assert torch.equal(gradient.cpu(), wanted.cpu())
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        torch.add(x[0], x[1], out=home)
+    assert torch.equal(home.detach().clone(), truth)
 
 
 # 4. Ties stay ties.

@@ -76,6 +76,7 @@ _INERT = {
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
+    torch.autograd.grad,  # which is asked about a home, not about its values
 }
 
 # Functions that only read their weights but take views of them inside, which would look like views a user keeps.
@@ -124,8 +125,9 @@ class _Home:
             if func in _INERT or func in _DEVICE_GETTERS:
                 return func(*args, **kwargs)
             leaves, shape = tree_flatten((args, kwargs))
-            if func in _READERS or (device != CPU and not _edits(func)):
-                target = _device_of_others(leaves) or device
+            # Outside of a forward too: a thread may be inside a block that another one is just offloading.
+            target = _device_of_others(leaves) or device
+            if func in _READERS or (target != CPU and not _edits(func, args, kwargs)):
                 leaves = [leaf.read_on(target) if isinstance(leaf, _Home) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, shape)
             else:
@@ -135,15 +137,23 @@ class _Home:
             return func(*args, **kwargs)
 
 
-def _edits(func: Callable[..., Any]) -> bool:
-    """Whether `func` is written to change its tensor: add_, __setitem__, __iadd__, `.data`, or a use of its memory."""
+def _edits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a home may be changed: by add_, __setitem__, __iadd__, as `out=`, through `.data` or its memory."""
+    if _has_home(kwargs.get("out")):
+        return True
     name: str = getattr(func, "__name__", "")
+    if name in {"copy_", "__setitem__"}:  # another tensor may be what is changed, and takes values from anywhere
+        return True
     in_place = name.endswith("_") and not name.endswith("__")
-    return (
+    return _has_home(args[:1]) and (
         in_place
-        or name in {"__setitem__", "__set__", "__get__", "data_ptr", "untyped_storage"}
+        or name in {"__set__", "__get__", "data_ptr", "untyped_storage"}
         or (name.startswith("__i") and name.endswith("__") and name not in {"__index__", "__int__", "__invert__"})
     )
+
+
+def _has_home(value: Any) -> bool:
+    return any(isinstance(leaf, _Home) for leaf in tree_leaves(value))
 
 
 def _device_of_others(leaves: Iterable[Any]) -> torch.device | None:
