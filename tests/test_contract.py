@@ -483,7 +483,8 @@ def test_a_home_that_meets_tensors_of_a_device_is_read_there_also_outside_a_forw
     model = loaded(Net, save_checkpoint(reference, tmp_path), tier)
     homes = {name: p for name, p in model.named_parameters() if isinstance(p, DiskTensor | HostTensor)}
     name, home = next((name, home) for name, home in homes.items() if home.shape == (32,))
-    truth, x = reference.get_parameter(name).detach(), torch.randn(2, 32, device=there)
+    truth = reference.get_parameter(name).detach()
+    x = torch.randn(2, 32, dtype=truth.dtype, device=there)
     uses: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda weight: functional.layer_norm(x, (32,), weight),
         lambda weight: x + weight,
