@@ -49,6 +49,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_faults.py::test_files_that_are_gone_before_their_first_use_are_named_and_may_come_back",
         "faults/test_random_sequences.py",
     ),
+    "steps.py": ("test_residency.py", "training/test_schedule.py"),
+    "streamed.py": ("test_contract.py", "test_residency.py", "test_compile.py", "test_mapping.py", "test_run.py"),
     "slab.py": ("test_slab.py", "test_residency.py", "test_windows.py", "test_run.py"),
     "mapping.py": ("test_mapping.py", "test_contract.py"),
     "checkpoint/lease.py": ("test_mapping.py",),
