@@ -442,6 +442,53 @@ def test_a_weight_that_a_forward_writes_to_after_using_it_has_no_gradients(
             output.sum().backward()
 
 
+def test_gradients_that_a_forward_turns_on_by_itself_arrive_at_the_homes(
+    tier: str, device: str, tmp_path: Path
+) -> None:
+    class Adapts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                (x @ self.weight).square().sum().backward()
+            return x @ self.weight
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Adapts() for _ in range(6)))
+
+    reference = aligned(build()).to(device)
+    model = loaded(build, save_checkpoint(reference, tmp_path), tier, device)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x), run(reference, x))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad.cpu(), theirs.grad.cpu())
+
+
+@pytest.mark.parametrize("there", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_a_model_in_host_memory_may_be_given_another_dtype(there: str, tmp_path: Path) -> None:
+    reference = aligned(Net()).eval().to(there)
+    model = loaded(Net, save_checkpoint(reference, tmp_path), "cpu", there)
+    for dtype in (torch.float32, torch.float64):  # Net's own is the second
+        with torch.no_grad():
+            model(IDS)  # some units are live, in the dtype from before
+            for net in (model, reference):
+                for block in net.blocks:
+                    block.up.to(dtype)
+                    block.down.to(dtype)
+                    block.norm.to(dtype)
+            x = torch.randn(2, 32, dtype=dtype, device=there)
+            for ours, theirs in zip(model.blocks, reference.blocks, strict=True):
+                found = ours(x)
+                assert found.dtype == dtype
+                assert torch.equal(found, theirs(x))
+
+
 def test_a_weight_that_is_frozen_between_two_calls_gets_no_gradient(model: Net, reference: Net) -> None:
     with torch.no_grad():
         model(IDS)
