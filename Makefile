@@ -9,6 +9,8 @@ STAMP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# What is imported is compiled once and kept; compiling all that is installed, at once, takes longer than all imports.
+unexport PYTHONDONTWRITEBYTECODE
 DEMO_MODEL := .demo/SmolLM2-135M-Instruct
 CODE := $(wildcard src tests examples benchmarks tools)
 # The system's Python may have the only torch that sees the GPU, so gpu-test and bench build no environment of their own.
@@ -82,7 +84,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("overspill needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11 ...")'
 	@test -x $(BIN)/pip || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing overspill and its tools into $(VENV): a few minutes the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 # Converted once: a newer .venv makes no other model of it.

@@ -954,6 +954,7 @@ def test_a_child_forked_while_a_prefetch_is_on_its_way_does_not_wait_for_it(tmp_
             assert torch.equal(model(ids), reference(ids)), "the child's output"
 
         assert in_child(whole) == 0, "the child failed, or waited in vain"
+        FileReader.read = read
         assert torch.equal(model(ids), reference(ids))
     """
     run_forks(program, tmp_path, "disk")
