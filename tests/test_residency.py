@@ -609,6 +609,15 @@ def test_a_call_knows_how_its_backward_gets_its_units_again() -> None:
     assert again not in (None, slab)
 
 
+def test_a_version_is_asked_while_nobody_drops_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(alike("ab"), window=2)
+    with stage.calling("a") as use:
+        ((_, loan),) = stage.residency.loans(use)
+    owned = stage.residency._changed._is_owned  # type: ignore[attr-defined]
+    monkeypatch.setattr(stage.units["a"], "version", lambda index: 7 if owned() else 0)
+    assert loan.version(0) == 7
+
+
 # Room.
 
 

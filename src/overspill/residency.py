@@ -45,7 +45,7 @@ class Loan:
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
-        return self._unit.version(index)
+        return self._residency.version(self._unit, index)
 
 
 class Residency:
@@ -152,6 +152,11 @@ class Residency:
     def loans(self, use: "Use") -> list[tuple[Slab, Loan]]:
         """What a call computes with, and how its backward gets that again."""
         return [(unit.slab, Loan(self, use.root, unit)) for unit in use.units if unit.slab is not None]
+
+    def version(self, unit: StreamedUnit, index: int) -> int:
+        """What autograd would count of a unit's tensor. Another thread may be dropping the unit meanwhile."""
+        with self._changed:
+            return unit.version(index)
 
     def lend(self, root: Root, unit: StreamedUnit) -> Slab:
         """The bytes of a unit for the backward of a call. The slab lives as long as views of it do."""
