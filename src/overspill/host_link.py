@@ -42,7 +42,8 @@ class HostLink:
     Two streams, since the link carries as much in one direction while it is busy in the other.
     """
 
-    def __init__(self, device: torch.device, *, in_flight: int = IN_FLIGHT) -> None:
+    def __init__(self, device: torch.device, *, in_flight: int | None = IN_FLIGHT) -> None:
+        """`in_flight`: None where whoever sends sees to it that not too much is under way."""
         self.device = device
         self.pool = HostPool(device)
         self._in_flight = in_flight
@@ -84,6 +85,8 @@ class HostLink:
 
     def _make_way(self, nbytes: int) -> None:
         self._forget_ended()
+        if self._in_flight is None:
+            return
         while self._under_way and sum(each.nbytes for each in self._under_way) + nbytes > self._in_flight:
             self._under_way.popleft().wait()
 

@@ -35,7 +35,8 @@ class Limits:
     small: int = SMALL_TENSOR
     """Storages smaller than this stay where they are."""
     held: int
-    """Bytes that may wait for their copy, or stay because they were saved last; one tensor at least, unless 0."""
+    """Bytes that may wait for their copy, or stay because they were saved last; a tensor at least, or two of those that
+    leave one by one, unless 0."""
     ahead: int
     """Bytes that are brought back before backward asks for them; one tensor at least."""
 
@@ -205,7 +206,7 @@ class Activations:
 
     def _link(self, device: torch.device) -> HostLink:
         if device not in self._links:
-            self._links[device] = HostLink(device, in_flight=max(self.limits.held, 1))
+            self._links[device] = HostLink(device, in_flight=None)  # what waits is held, and that is limited here
         return self._links[device]
 
     @property
@@ -220,12 +221,15 @@ class Activations:
 
     # Forward.
 
-    def pack(self, tensor: torch.Tensor, stays: Collection[int] = ()) -> Packed:
-        """Send a tensor away, or keep it if it is not worth it or its storage is in `stays`."""
+    def pack(self, tensor: torch.Tensor, stays: Collection[int] = (), *, waiting: int = 1) -> Packed:
+        """Send a tensor away, or keep it if it is not worth it or its storage is in `stays`.
+
+        As many as `waiting` may wait for their copies however large they are.
+        """
         if not self._leaves(tensor) or storage_key(tensor) in stays:
             return SavedTensor(tensor)
         with self._lock:
-            stored = self._stored(tensor)
+            stored = self._stored(tensor, waiting)
             self._order.append(weakref.ref(stored))
             return Saved(tensor, stored, self._gone + len(self._order) - 1)
 
@@ -239,7 +243,7 @@ class Activations:
         start, end = _span(tensor)
         return end - start >= max(self.limits.small, 1) and storage_key(tensor) != 0
 
-    def _stored(self, tensor: torch.Tensor) -> Stored:
+    def _stored(self, tensor: torch.Tensor, waiting: int) -> Stored:
         _forget_finished()
         self._forget_gone()
         storage = tensor.untyped_storage()
@@ -257,7 +261,7 @@ class Activations:
         self.nbytes_sent += stored.nbytes
         self._known[key] = stored
         self._held.append(weakref.ref(stored))
-        self._let_go_of_the_oldest()
+        self._let_go_of_the_oldest(waiting)
         return stored
 
     def _forget_gone(self) -> None:
@@ -268,19 +272,25 @@ class Activations:
         del self._order[:oldest]
         self._gone += oldest
 
-    def _let_go_of_the_oldest(self) -> None:
+    def _let_go_of_the_oldest(self, waiting: int) -> None:
         held = [stored for reference in self._held if (stored := reference()) is not None and stored.on_device()]
-        excess = sum(stored.nbytes for stored in held) - self.limits.held
-        while len(held) > (self.limits.held > 0) and excess > 0:
+        largest = sorted((stored.nbytes for stored in held), reverse=True)[:waiting] if self.limits.held else []
+        excess = sum(stored.nbytes for stored in held) - max(self.limits.held, sum(largest))
+        while excess > 0:
             stored = held.pop(0)
             stored.let_go()
             excess -= stored.nbytes
         self._held = deque(weakref.ref(stored) for stored in held)
 
+    def end_forward(self) -> None:
+        """Nothing more will be saved: hold no more than what is allowed, however large the last tensor is."""
+        with self._lock:
+            self._let_go_of_the_oldest(waiting=0)
+
     # Backward.
 
-    def unpack(self, packed: Packed) -> torch.Tensor:
-        """The tensor as it was."""
+    def unpack(self, packed: Packed, *, back_to: int = 0) -> torch.Tensor:
+        """The tensor as it was. Those saved before it are brought back ahead of their need, down to place `back_to`."""
         if isinstance(packed, SavedTensor):
             return packed.values()
         packed.check()
@@ -289,14 +299,18 @@ class Activations:
             if not packed.stored.on_device():
                 packed.stored.bring_back()
             values = packed.values()
-            self._bring_back_before(packed.place)
+            self._bring_back(packed.place, back_to, self.limits.ahead)
             return values
 
-    def _bring_back_before(self, place: int) -> None:
-        """What backward will need next, as far as there is room: what was saved before."""
+    def bring_back_before(self, place: int, room: int) -> None:
+        """Backward will soon need what was saved before `place`: `room` bytes of it, or as many as usual."""
+        with self._lock:
+            self._bring_back(place, 0, max(room, self.limits.ahead))
+
+    def _bring_back(self, before: int, back_to: int, room: int) -> None:
+        """What backward will need next, as far as there is room: one tensor at least."""
         counted: set[int] = set()
-        room = self.limits.ahead
-        for index in range(min(place - self._gone, len(self._order)) - 1, -1, -1):
+        for index in range(min(before - self._gone, len(self._order)) - 1, max(back_to - self._gone, 0) - 1, -1):
             stored = self._order[index]()
             if stored is None or id(stored) in counted or stored.was_served():
                 continue

@@ -15,10 +15,10 @@ from overspill.errors import PlanError
 from overspill.graph import SavedTensor, is_replaying, storage_key
 from overspill.homes import DiskTensor, HostTensor
 from overspill.movement import tensors_in
-from overspill.training.activations import Activations
+from overspill.training.activations import Activations, Saved
 from overspill.training.host_room import HostRoom
 from overspill.training.modes import Mode
-from overspill.training.recompute import Frame
+from overspill.training.recompute import Frame, Keeper
 from overspill.training.watching import Watch
 from overspill.units import cut, is_below
 
@@ -74,13 +74,23 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
     return sorted(dict.fromkeys(names), key=lambda name: order[name])
 
 
+def set_modes(blocks: Sequence["Block"], modes: Sequence[Mode]) -> None:
+    """Have each block looked after in its mode."""
+    last = max((index for index, mode in enumerate(modes) if mode.leaves), default=-1)
+    for index, (block, mode) in enumerate(zip(blocks, modes, strict=True)):
+        block.mode = mode
+        # One that is recomputed leaves little, and needs that first in backward.
+        block.ends_forward = index == last and mode is Mode.OFFLOAD
+
+
 class Block:
     """One chosen block of a model."""
 
-    def __init__(self, name: str, module: nn.Module, mode: Mode, activations: Activations, room: HostRoom) -> None:
-        self.name, self.module, self.mode = name, module, mode
+    def __init__(self, name: str, module: nn.Module, activations: Activations, room: HostRoom) -> None:
+        self.name, self.module, self.mode = name, module, Mode.KEEP
         self.activations, self.room = activations, room
         self.watch: Watch | None = None  # while a step is being measured
+        self.ends_forward = False  # no block behind it saves anything
         self._without_attention = -1  # bytes of the largest inputs with which no attention was worth keeping
         self._warned = False
 
@@ -133,17 +143,41 @@ class Block:
                 if tensor is not None and not isinstance(tensor, DiskTensor | HostTensor)
             )
 
-    def keep_input(self, weights: frozenset[int]) -> Callable[[torch.Tensor], Callable[[], torch.Tensor]]:
-        """How its inputs are kept until it is recomputed."""
-        activations = self.activations
-        if self.mode is Mode.RECOMPUTE:
-            return lambda tensor: SavedTensor(tensor).values
+    def keeper(self, weights: frozenset[int]) -> Keeper:
+        """Whoever keeps its inputs until it is recomputed."""
+        return _Here() if self.mode is Mode.RECOMPUTE else _Away(self.activations, weights)
 
-        def keep(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-            packed = activations.pack(tensor, weights)
-            return lambda: activations.unpack(packed)
 
-        return keep
+class _Here:
+    """What a recomputed block needs stays where it is."""
+
+    def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return SavedTensor(tensor).values
+
+    def bring_next(self) -> None:
+        """It is there."""
+
+
+class _Away:
+    """What a recomputed block needs is in host memory until backward has come half-way through the block behind it."""
+
+    def __init__(self, activations: Activations, weights: frozenset[int]) -> None:
+        self._activations, self._weights = activations, weights
+        self._first: int | None = None  # place of what was put aside first, in the order of saving
+        self._nbytes = 0
+
+    def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        # Two may wait for their copies: the device computes for longer, from one of them to the next, than one takes.
+        packed = self._activations.pack(tensor, self._weights, waiting=2)
+        if not isinstance(packed, Saved):
+            return packed.values
+        first = self._first = packed.place if self._first is None else self._first
+        self._nbytes += packed.stored.nbytes
+        return lambda: self._activations.unpack(packed, back_to=first)
+
+    def bring_next(self) -> None:
+        if self._first is not None:
+            self._activations.bring_back_before(self._first, self._nbytes)
 
 
 class BlockScope:
@@ -162,7 +196,7 @@ class BlockScope:
         self._sent_before = block.activations.nbytes_sent
         weights = frozenset[int]() if block.mode is Mode.RECOMPUTE else block.weights()
         if block.mode.recomputes:
-            keep = block.keep_input(weights)
+            keep = block.keeper(weights)
             keeps = block.keeps_attention(sum(tensor.nbytes for tensor in tensors_in((args, kwargs))))
             device = block.activations.device
             frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
@@ -177,6 +211,8 @@ class BlockScope:
 
     def leave(self, output: Any) -> Any:
         self._stack.close()
+        if self._block.ends_forward and self._sent_before is not None:
+            self._block.activations.end_forward()
         if self._watched is not None:
             self._watched()
         if self._sent_before is not None and output is not None:

@@ -26,6 +26,8 @@ class BlockCost:
     """Seconds. Its backward computes twice as much."""
     saved: int
     """Bytes that its backward needs."""
+    largest: int = 0
+    """Bytes of the largest tensor among them."""
     inputs: int
     """Bytes of its inputs, which are not another block's to keep."""
     gradients: int = 0
@@ -59,6 +61,8 @@ class StepCost:
     blocks: tuple[BlockCost, ...]
     peak: int
     """Bytes of device memory at its height."""
+    between: int = 0
+    """… and between the last block's forward and its backward, while the head and the loss are computed."""
     link: float
     """Bytes a second, each way."""
     slabs: int
@@ -81,11 +85,15 @@ class StepCost:
     def memory(self, modes: Sequence[Mode]) -> int:
         """The most device memory that the step takes."""
         same = [self.measured_as] * len(self.blocks)
-        return max(self.peak - self._height(same), 0) + self._height(modes)
+        between = max(self.between - sum(self._kept(same)), 0) + sum(self._kept(modes))
+        return max(between, max(self.peak - self._height(same), 0) + self._height(modes))
+
+    def _kept(self, modes: Sequence[Mode]) -> list[int]:
+        """What each block keeps from its forward to its backward."""
+        return [block.keeps(mode) for block, mode in zip(self.blocks, modes, strict=True)]
 
     def _height(self, modes: Sequence[Mode]) -> int:
-        kept = [block.keeps(mode) for block, mode in zip(self.blocks, modes, strict=True)]
-        before = list(accumulate(kept, initial=0))
+        before = list(accumulate(self._kept(modes), initial=0))
         behind = list(accumulate((block.gradients for block in reversed(self.blocks)), initial=0))[-2::-1]
         heights = [
             before[index] + behind[index] + self._working(block, mode)
@@ -94,8 +102,14 @@ class StepCost:
         return max([before[-1], *heights])
 
     def _working(self, block: BlockCost, mode: Mode) -> int:
-        """What a block's own backward needs of its saved tensors."""
-        return min(block.saved, self.slabs) if mode is Mode.OFFLOAD else block.saved
+        """What a block's own backward needs of its saved tensors.
+
+        Of those that come back one by one: what is ahead, the two that an operation may need at once, and one that was
+        gone already when the memory of the block that was measured was at its height.
+        """
+        if mode is not Mode.OFFLOAD:
+            return block.saved
+        return min(block.saved, max(self.slabs, block.largest) + 3 * block.largest)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from overspill.devices import link_rate, peak_memory, reset_peak_memory, synchronize
 from overspill.homes import DiskTensor, HostTensor
-from overspill.training.blocks import Block
+from overspill.training.blocks import Block, set_modes
 from overspill.training.choosing import BlockCost, Choice, StepCost, choose
 from overspill.training.modes import Mode
 from overspill.training.watching import Watch
@@ -29,6 +29,8 @@ class Measurement:
         self._blocks, self._budget, self._allowed = list(blocks), budget, allowed
         self._device = blocks[0].activations.device
         self._step = 0
+        self._peak = self._between = 0
+        self._blocks_ended = False
 
     def begin_step(self) -> bool:
         """A forward with gradients begins. Whether the measurement is over, and the modes are chosen."""
@@ -37,20 +39,43 @@ class Measurement:
             synchronize(self._device)
             reset_peak_memory(self._device)
             for block in self._blocks:
-                block.watch = Watch()
+                block.watch = Watch(on_replay=self._begin_backward)
+            watch = self._blocks[-1].watch
+            assert watch is not None
+            watch.on_end = self._end_blocks
         if self._step <= _WATCHED:
             return False
         choice = choose(self._cost(), int(self._budget * _MARGIN), self._allowed)
-        for block, mode in zip(self._blocks, choice.modes, strict=True):
-            block.mode, block.watch = mode, None
+        set_modes(self._blocks, choice.modes)
+        for block in self._blocks:
+            block.watch = None
         _announce(choice)
         return True
 
+    def _end_blocks(self) -> None:
+        """The last block's forward is over: a head and a loss follow."""
+        self._height()
+        self._blocks_ended = True
+
+    def _begin_backward(self) -> None:
+        """A block is about to be replayed."""
+        if self._blocks_ended:
+            self._between, self._blocks_ended = max(self._between, self._height()), False
+
+    def _height(self) -> int:
+        """The most memory since this was last asked."""
+        height = peak_memory(self._device)
+        reset_peak_memory(self._device)
+        self._peak = max(self._peak, height)
+        return height
+
     def _cost(self) -> StepCost:
         synchronize(self._device)
+        self._height()
         return StepCost(
             blocks=tuple(_cost_of(block) for block in self._blocks),
-            peak=peak_memory(self._device),
+            peak=self._peak,
+            between=self._between,
             link=link_rate(self._device) or _CPU_LINK,
             slabs=self._blocks[0].activations.limits.ahead,
             measured_as=self._blocks[0].mode,
@@ -67,6 +92,7 @@ def _cost_of(block: Block) -> BlockCost:
         name=block.name,
         forward=watch.seconds(),
         saved=watch.saved_bytes,
+        largest=watch.largest_bytes,
         inputs=watch.input_bytes,
         gradients=sum(p.nbytes for p in here if p.requires_grad),
         streamed=sum(p.nbytes for p in away),

@@ -14,3 +14,8 @@ class Mode(Enum):
     @property
     def recomputes(self) -> bool:
         return self in (Mode.RECOMPUTE, Mode.RECOMPUTE_OFFLOAD)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether anything crosses the link."""
+        return self in (Mode.OFFLOAD, Mode.RECOMPUTE_OFFLOAD)

@@ -17,7 +17,7 @@ from overspill.offloading import manage_training, offload_parts, refuse_managed
 from overspill.plan import Placement
 from overspill.tensors import TensorGroup, tensor_groups
 from overspill.training.activations import Activations, Limits
-from overspill.training.blocks import Block, choose_blocks, find_blocks
+from overspill.training.blocks import Block, choose_blocks, find_blocks, set_modes
 from overspill.training.host_room import HostRoom
 from overspill.training.measuring import Measurement
 from overspill.training.modes import Mode
@@ -114,7 +114,8 @@ def offload_for_training(
     watched = paths if memory is None else find_blocks(model)
     modules = {path: model.get_submodule(path) for path in watched}
     room = HostRoom(saved, modules)
-    blocks = [Block(path, module, mode, saved, room) for path, module in modules.items()]
+    blocks = [Block(path, module, saved, room) for path, module in modules.items()]
+    set_modes(blocks, [mode] * len(blocks))
     training = OffloadedTraining(model, blocks, frozen_only=weights == "disk", double_buffering=double_buffering)
     if memory is not None:
         allowed = list(Mode) if activations else [Mode.KEEP, Mode.RECOMPUTE]

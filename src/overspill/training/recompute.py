@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -23,8 +23,15 @@ from overspill.errors import StateError
 from overspill.graph import SavedTensor, Version, refuse_edited, replaying
 from overspill.training.attention import GiveAttention, KeepAttention
 
-Keep = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-"""Puts an input aside until the replay, and returns what gives it back."""
+
+class Keeper(Protocol):
+    """Whoever looks after what a block needs for its replay."""
+
+    def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Put a tensor aside, and return what gives it back."""
+
+    def bring_next(self) -> None:
+        """Backward is half-way through the block: soon another will need what was put aside before."""
 
 
 class _EnoughError(BaseException):
@@ -49,7 +56,7 @@ class _Input:
         self._version = Version(tensor)
         self._kept: Callable[[], torch.Tensor] = lambda: tensor
 
-    def put_aside(self, keep: Keep) -> None:
+    def put_aside(self, keep: Keeper) -> None:
         self._kept = keep(self._kept())
 
     def again(self) -> torch.Tensor:
@@ -68,7 +75,7 @@ class Frame:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device: torch.device,
-        keep: Keep,
+        keep: Keeper,
         *,
         keeps_attention: bool = False,
     ) -> None:
@@ -83,6 +90,7 @@ class Frame:
         self._attention = KeepAttention(keep) if keeps_attention else None
         self._places: list[weakref.ref[_Place]] = []
         self._filled_for: int | None = None
+        self._asked = 0  # how many of the places, since they were filled
         self._lock = threading.RLock()
         self.on_save: Callable[[torch.Tensor], None] = _ignore
         """Called for each tensor that the block saves."""
@@ -122,11 +130,15 @@ class Frame:
                 end = self.on_replay()
                 self._replay()
                 end()
-                self._filled_for = backward
+                self._filled_for, self._asked = backward, 0
                 if backward is not None:
                     # A graph that is retained keeps its places, but not what is in them. Weakly: one that is not
                     # retained is gone long before the end, and so must its inputs be.
                     at_end_of_backward(partial(_empty, weakref.ref(self)))
+            self._asked += 1
+            if self._asked == max(len(self._places) // 2, 1):
+                # Not before: what takes most memory, in most blocks the end of them, is through by now.
+                self._keep.bring_next()
             assert place.filled is not None
             return place.filled.values()
 

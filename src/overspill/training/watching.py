@@ -14,8 +14,12 @@ from overspill.training.recompute import Frame
 class Watch:
     """Time and bytes of one block's calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_replay: Callable[[], None]) -> None:
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a call has ended."""
+        self._on_replay = on_replay
         self.saved_bytes = 0
+        self.largest_bytes = 0
         self.input_bytes = 0
         self.sent_bytes = 0
         self._calls: list[tuple[Moment, Moment]] = []
@@ -34,18 +38,25 @@ class Watch:
             key = storage_key(tensor)
             if key and key not in seen and key not in weights and tensor.device == device:
                 seen[key] = StorageWeakRef(tensor.untyped_storage())
-                self.saved_bytes += tensor.untyped_storage().nbytes()
+                nbytes = tensor.untyped_storage().nbytes()
+                self.saved_bytes += nbytes
+                self.largest_bytes = max(self.largest_bytes, nbytes)
 
         frame.on_save = count
-        frame.on_replay = lambda: partial(self._end, self._replays, Moment(device), device)
+        frame.on_replay = partial(self._begin_replay, device)
         self.input_bytes += frame.input_bytes
         end, before = partial(self._end, self._calls, Moment(device), device), sent()
 
         def end_call() -> None:
             end()
             self.sent_bytes += sent() - before
+            self.on_end()
 
         return end_call
+
+    def _begin_replay(self, device: torch.device) -> Callable[[], None]:
+        self._on_replay()
+        return partial(self._end, self._replays, Moment(device), device)
 
     @staticmethod
     def _end(times: list[tuple[Moment, Moment]], start: Moment, device: torch.device) -> None:
