@@ -43,10 +43,6 @@ LLAMA_3B: Final = Shape(
 BLOCKS_8B: Final = LLAMA_8B.cut(8)
 
 
-_WARM_UP: Final = 3
-"""Steps: to make all memory, to be measured by memory=, and to learn the order that it chooses."""
-
-
 class Stack(nn.Module):
     """Decoder blocks alone: what is offloaded, and nothing beside it."""
 
@@ -69,6 +65,11 @@ class Stack(nn.Module):
                 if parameter.ndim > 1:
                     parameter.normal_(std=0.02, generator=random)
         self.checkpointed = False
+
+    def compile_blocks(self) -> None:
+        """Compile each block by itself."""
+        for layer in self.layers:
+            layer.compile()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(x.shape[1], device=x.device)[None]
@@ -125,10 +126,12 @@ def forward_and_backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 @contextmanager
-def plain(case: Case, *, checkpointed: bool = False) -> Iterator[tuple[nn.Module, Step]]:
+def plain(case: Case, *, checkpointed: bool = False, compiled: bool = False) -> Iterator[tuple[nn.Module, Step]]:
     """All on the device."""
     model = Stack(case.shape, DEVICE)
     model.checkpointed = checkpointed
+    if compiled:
+        model.compile_blocks()
     yield model, partial(forward_and_backward, model, case.inputs())
 
 
@@ -188,7 +191,9 @@ def torchtune(case: Case) -> Iterator[tuple[nn.Module, Step]]:
 
 
 @contextmanager
-def fsdp2(case: Case, optimizer: Callable[[nn.Module], Any] | None = None) -> Iterator[tuple[nn.Module, Step]]:
+def fsdp2(
+    case: Case, optimizer: Callable[[nn.Module], Any] | None = None, *, compiled: bool = False
+) -> Iterator[tuple[nn.Module, Step]]:
     """FSDP2 in a world of one, with weights in pinned host memory, and checkpointing."""
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -196,6 +201,8 @@ def fsdp2(case: Case, optimizer: Callable[[nn.Module], Any] | None = None) -> It
     model = Stack(case.shape, DEVICE)  # where random numbers are fast
     model.layers.to("cpu")
     model.checkpointed = True
+    if compiled:
+        model.compile_blocks()
     for layer in model.layers:
         fully_shard(layer, offload_policy=CPUOffloadPolicy())
     fully_shard(model, offload_policy=CPUOffloadPolicy())
@@ -232,9 +239,9 @@ def fused_adamw(model: nn.Module) -> Any:
 
 
 @contextmanager
-def ours(case: Case, **options: Any) -> Iterator[tuple[nn.Module, Step]]:
+def ours(case: Case, *, compiled: bool = False, **options: Any) -> Iterator[tuple[nn.Module, Step]]:
     """offload_training."""
-    with plain(case) as (model, step):
+    with plain(case, compiled=compiled) as (model, step):
         overspill.offload_training(model, **options)
         try:
             yield model, step
@@ -268,6 +275,8 @@ class Way:
     times: int = 7
     compared: bool = True
     """Whether its gradients are compared with the plain method's."""
+    warm_up: int = 3
+    """Steps: to make all memory, to be measured by memory=, and to learn the order that it chooses."""
 
 
 def digest(model: nn.Module) -> list[torch.Tensor]:
@@ -299,9 +308,9 @@ def measure(case: Case, way: Way, expected: list[torch.Tensor] | None) -> tuple[
     torch.cuda.reset_peak_memory_stats()
     with way.make(case) as (model, step):
         marks = []
-        for turn in range(way.times + _WARM_UP):
+        for turn in range(way.times + way.warm_up):
             model.zero_grad()
-            if turn == _WARM_UP:
+            if turn == way.warm_up:
                 free()
                 torch.cuda.reset_peak_memory_stats()
             synchronize()
@@ -314,7 +323,7 @@ def measure(case: Case, way: Way, expected: list[torch.Tensor] | None) -> tuple[
     same = None
     if found is not None and expected is not None:
         same = all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    samples = tuple(sorted(marks[_WARM_UP:]))
+    samples = tuple(sorted(marks[way.warm_up :]))
     point = Point(case.name, way.name, samples[len(samples) // 2], allocated, reserved, samples, same)
     return point, found
 
@@ -340,6 +349,15 @@ ACTIVATIONS: Final = Way("ours: activations", partial(ours), times=5)
 RECOMPUTE: Final = Way("ours: recompute + inputs", partial(ours, recompute=True))
 ALL_RECOMPUTE: Final = Way("ours: recompute + activations, weights", partial(ours, recompute=True, weights=True))
 WEIGHTS: Final = Way("ours: weights, recompute", partial(ours, activations=False, weights=True, recompute=True))
+COMPILED: Final = Way(
+    "ours: weights, recompute, compiled",
+    partial(ours, activations=False, weights=True, recompute=True, compiled=True),
+    warm_up=6,
+)
+PEERS_COMPILED: Final = [
+    Way("checkpointing, compiled", partial(plain, checkpointed=True, compiled=True), warm_up=6),
+    Way("FSDP2 CPUOffloadPolicy, compiled", partial(fsdp2, compiled=True), times=5, compared=False, warm_up=6),
+]
 
 
 def within(*budgets: str) -> list[Way]:
@@ -358,6 +376,8 @@ def cases() -> dict[str, tuple[Case, list[Way]]]:
     for tokens in (2048, 8192, 16384):
         case = Case(f"3B-{tokens}", LLAMA_3B, 1, tokens)
         result[case.name] = (case, [PEERS["checkpointing"], PEERS["fsdp2"], WEIGHTS, ALL_RECOMPUTE])
+    short = Case("3B-2048-compiled", LLAMA_3B, 1, 2048)
+    result[short.name] = (short, [*PEERS_COMPILED, COMPILED])
     step = Case("3B-8192-step", LLAMA_3B, 1, 8192)
     whole = [
         Way("FSDP2 + fused AdamW", partial(fsdp2, optimizer=fused_adamw), times=3, compared=False),
@@ -394,14 +414,19 @@ def checks(points: Sequence[Point]) -> list[Check]:
         "FSDP2 + fused AdamW",
         0.75,
     )
-    short, resident = by.get(("3B-2048", WEIGHTS.name)), by.get(("3B-2048", "checkpointing"))
-    if short is not None and resident is not None:
-        line = max(resident.seconds, copies_of(LLAMA_3B) / (link_rate(DEVICE) or 1))
-        found.append(Check.at_most("3B-2048: weights ≤ 1.15 × max(compute, copies)", short.seconds / line, 1.15))
-    mine, theirs = by.get(("8B-4x8192", RECOMPUTE.name)), by.get(("8B-4x8192", "checkpointing"))
-    if mine is not None and theirs is not None:
+    copies = copies_of(LLAMA_3B) / (link_rate(DEVICE) or 1)
+    for case, mine, resident in (
+        ("3B-2048", WEIGHTS, PEERS["checkpointing"]),
+        ("3B-2048-compiled", COMPILED, PEERS_COMPILED[0]),
+    ):
+        short, compute = by.get((case, mine.name)), by.get((case, resident.name))
+        if short is not None and compute is not None:
+            line = max(compute.seconds, copies)
+            found.append(Check.at_most(f"{case}: weights ≤ 1.15 × max(compute, copies)", short.seconds / line, 1.15))
+    frugal, theirs = by.get(("8B-4x8192", RECOMPUTE.name)), by.get(("8B-4x8192", "checkpointing"))
+    if frugal is not None and theirs is not None:
         promise = "8B-4x8192: less memory than checkpointing"
-        found.append(Check.at_most(promise, mine.allocated / theirs.allocated, 1.0))
+        found.append(Check.at_most(promise, frugal.allocated / theirs.allocated, 1.0))
     peers = [point for point in points if not point.method.startswith("ours")]
     found += [_not_beaten(peer, points, "ours") for peer in peers]
     found += [_not_beaten(peer, points, _WITHIN) for peer in peers if _has(points, peer.case, _WITHIN)]

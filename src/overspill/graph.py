@@ -46,8 +46,8 @@ class _Leave(torch.autograd.Function):
             else:
                 leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
         if leaving:
-            departures, copies = ctx.link.send(leaving.values())
-            ctx.under_way += departures
+            departure, copies = ctx.link.send(list(leaving.values()))
+            ctx.under_way.append(departure)
             for index, copy in zip(leaving, copies, strict=True):
                 arriving[index] = copy
         return None, None, None, *arriving

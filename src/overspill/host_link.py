@@ -3,37 +3,39 @@
 import threading
 from collections import deque
 from collections.abc import Collection
+from itertools import accumulate
 
 import torch
 
-from overspill.config import MIB
+from overspill.config import DEVICE_ALIGNMENT, MIB, align
 from overspill.devices import new_stream, on_stream, record_event, stream_waits
 from overspill.slab import HostPool, Slab
+from overspill.tensors import over
 
 IN_FLIGHT = 512 * MIB
 """Bytes that may be on their way to host memory at once. What is on its way still takes device memory."""
 
 
 class Departure:
-    """A copy from a device to host memory. Holds what it copies until the copy has ended."""
+    """Copies from a device to host memory. Holds what they copy until they have ended."""
 
-    def __init__(self, source: torch.Tensor, host: Slab, left: torch.Event | None) -> None:
-        self.nbytes = source.nbytes
+    def __init__(self, sources: Collection[torch.Tensor], host: Slab, left: torch.Event | None) -> None:
+        self.nbytes = sum(source.nbytes for source in sources)
         self.host = host
-        self.left = left  # on the stream of departures, behind the copy
-        self._source: torch.Tensor | None = source
+        self.left = left  # on the stream of departures, behind the copies
+        self._sources: Collection[torch.Tensor] = sources
 
     def ended(self) -> bool:
-        """Whether the copy has ended."""
-        if self._source is not None and (self.left is None or self.left.query()):
-            self._source = None
-        return self._source is None
+        """Whether the copies have ended."""
+        if self._sources and (self.left is None or self.left.query()):
+            self._sources = ()
+        return not self._sources
 
     def wait(self) -> None:
-        """Wait here until the copy has ended."""
-        if self.left is not None and self._source is not None:
+        """Wait here until the copies have ended."""
+        if self.left is not None and self._sources:
             self.left.synchronize()
-        self._source = None
+        self._sources = ()
 
 
 class HostLink:
@@ -51,32 +53,30 @@ class HostLink:
         self._under_way: deque[Departure] = deque()
         self._lock = threading.Lock()
 
-    def send(self, sources: Collection[torch.Tensor]) -> tuple[list[Departure], list[torch.Tensor]]:
+    def send(self, sources: Collection[torch.Tensor]) -> tuple[Departure, list[torch.Tensor]]:
         """Start to copy dense tensors to host memory, once all that this thread has queued so far is computed.
 
         Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
-        Returns also the copies, which have their values once the departures have ended.
+        Returns also the copies, which have their values once the departure has ended. They share one slab.
         """
+        ends = list(accumulate(align(source.nbytes, DEVICE_ALIGNMENT) for source in sources))
         with self._lock:
-            self._make_way(sum(source.nbytes for source in sources))
-            hosts = [self.pool.take(source.nbytes) for source in sources]
-            copies = []
+            self._make_way(ends[-1])
+            host = self.pool.take(ends[-1])
+            storage, copies = host.memory.untyped_storage(), []
             stream = self._departures
             computed = record_event(self.device)
             with on_stream(stream), torch.inference_mode(False), torch.no_grad():
-                stream_waits(stream, [] if computed is None else [computed])
-                for host, source in zip(hosts, sources, strict=True):
-                    stream_waits(stream, host.overwrite_after)
-                    copy = torch.empty(0, dtype=source.dtype)
-                    copy.set_(host.memory.untyped_storage(), 0, source.shape, source.stride())
+                stream_waits(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
+                for source, start in zip(sources, [0, *ends], strict=False):
+                    copy = over(storage, source.dtype, start, source.shape, source.stride())
                     copies.append(copy.copy_(source, non_blocking=True))  # laid out alike: the bytes as they are
             left = record_event(self.device, stream)
-            departures = [Departure(source, host, left) for host, source in zip(hosts, sources, strict=True)]
-            for departure in departures:
-                departure.host.used_until(left)
+            departure = Departure(sources, host, left)
+            host.used_until(left)
             if left is not None:
-                self._under_way += departures
-            return departures, copies
+                self._under_way.append(departure)
+            return departure, copies
 
     def _forget_ended(self) -> None:
         """Let go of what has been copied."""

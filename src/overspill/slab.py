@@ -282,7 +282,8 @@ class HostPool:
                 f"what leaves {self._device} needs {format_size(nbytes)} more host memory, where {format_size(free)} "
                 f"are free and {format_size(self.nbytes)} are in use for this already. Offload fewer layers"
             )
-        arena = _Arena(max(nbytes, self._GROWTH), CPU, [])
+        several = nbytes * -(-self._GROWTH // nbytes)  # those that follow are mostly alike, and leave no useless ends
+        arena = _Arena(several if several <= free else nbytes, CPU, [])
         if self._device.type != "cpu":
             assert isinstance(arena.memory, HostPages)
             touch(host_bytes(arena.memory))

@@ -70,15 +70,13 @@ def _ranges_are_poisoned_when_they_are_free(monkeypatch: pytest.MonkeyPatch) -> 
 def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, wait = host_link.Departure.ended, host_link.Departure.wait
 
-    def overwrite(departure: Any, had: bool, device: torch.device | None) -> None:
-        if had and departure._source is None and device is not None and device.type == "cuda":
-            torch.full((departure.nbytes,), POISON, dtype=torch.uint8, device=device)
-
     def letting_go(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def with_poison(self: Any) -> Any:
-            device = None if self._source is None else self._source.device
+            had = [(source.nbytes, source.device) for source in self._sources]
             result = call(self)
-            overwrite(self, device is not None, device)
+            for nbytes, device in () if self._sources else had:
+                if device.type == "cuda":
+                    torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
             return result
 
         return with_poison
@@ -101,7 +99,7 @@ def test_each_copy_begins_where_it_is_made_slow(monkeypatch: pytest.MonkeyPatch)
     assert target is not None
     way.from_host([(0, source)], target).wait()
     assert len(streams) == 1
-    (departure,), _ = way.host_link.send([source])
+    departure, _ = way.host_link.send([source])
     assert len(streams) == 2
     back, _ = way.host_link.bring_back(departure.host, 64, departure.left)
     assert len(streams) == 3

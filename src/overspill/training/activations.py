@@ -74,7 +74,7 @@ class Stored:
         self._awaited: weakref.WeakSet[Saved] = weakref.WeakSet()  # the views that have not been asked for yet
         self._served: int | None = None  # the backward in which all of them were
         self._link = link
-        self._departure: Departure | None = link.send([held])[0][0]
+        self._departure: Departure | None = link.send([held])[0]
         self._held = held
         self._spilled = None if file is None else file.put(self._departure, link.pool)
 
