@@ -188,51 +188,64 @@ class Interception:
             if _owner(call) is None:
                 module.__dict__.pop("__reduce_ex__", None)
 
+    def _enter(
+        self, ticket: Ticket, scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """A call begins: its arguments, or None where it is somebody else's by now."""
+        self._gate.enter(ticket)
+        if self.removed:  # while this call waited at the gate
+            return None
+        for make_scope in self._make_scopes:
+            scope = make_scope()
+            scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
+            args, kwargs = scope.enter(args, kwargs)
+        return args, kwargs
+
+    def _leave(self, ticket: Ticket, scopes: list[Scope], output: Any) -> Any:
+        """It ends."""
+        try:
+            return _left(scopes, output)
+        finally:
+            self._gate.leave(ticket)
+
     def _intercepted(self, inner: Call) -> Call:
-        gate, module, make_scopes = self._gate, self._module, self._make_scopes
-
-        def enter(scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            for make_scope in make_scopes:
-                scope = make_scope()
-                scopes.append(scope)  # before it holds anything, so that whatever happens it is left again
-                args, kwargs = scope.enter(args, kwargs)
-            return args, kwargs
-
-        def leave(scopes: list[Scope], output: Any) -> Any:
-            while scopes:
-                try:
-                    output = scopes.pop().leave(output)
-                except BaseException:
-                    leave(scopes, None)
-                    raise
-            return output
-
-        through, back = gate.enter, gate.leave
+        module = self._module
+        enter, leave, back = self._enter, self._leave, self._gate.leave
         if _dynamo_is_loaded():
-            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)
-            through, back = torch.compiler.disable(through), torch.compiler.disable(back)
+            enter, leave, back = map(torch.compiler.disable, (enter, leave, back))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             ticket = Ticket()
+            scopes: list[Scope] = []
+            output = None
             try:
-                through(ticket)
-                if self.removed:  # while this call waited at the gate
-                    return module(*args, **kwargs)
-                scopes: list[Scope] = []
-                output = None
                 try:
-                    args, kwargs = enter(scopes, args, kwargs)
-                    output = inner(*args, **kwargs)
+                    arguments = enter(ticket, scopes, args, kwargs)
+                    if arguments is None:
+                        return module(*args, **kwargs)
+                    output = inner(*arguments[0], **arguments[1])
                 finally:
-                    output = leave(scopes, output)
+                    output = leave(ticket, scopes, output)
                 return output
             finally:
-                back(ticket)
+                if ticket.is_through:  # an interrupt came before `leave` was on its way
+                    back(ticket)
 
         if _dynamo_is_loaded():
             call = torch.compiler.disable(call, recursive=False)
         call.__dict__[_OWNER] = self
         return call
+
+
+def _left(scopes: list[Scope], output: Any) -> Any:
+    """The output of a call whose scopes, the last first, are left behind."""
+    while scopes:
+        try:
+            output = scopes.pop().leave(output)
+        except BaseException:
+            _left(scopes, None)
+            raise
+    return output
 
 
 _OWNER = "overspill_interception"

@@ -388,6 +388,14 @@ class RandomState:
         if self._other is not None:
             torch.get_device_module(self._device).set_rng_state(self._other, self._device)
 
+    def has_passed(self) -> bool:
+        """Whether any have been drawn since."""
+        now = RandomState(self._device)
+        same = torch.equal(self._cpu, now._cpu)
+        if self._other is not None and now._other is not None:
+            same = same and torch.equal(self._other, now._other)
+        return not same
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within, the same numbers are drawn once more; behind it, those that would have come without it."""

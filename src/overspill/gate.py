@@ -18,6 +18,7 @@ class Ticket:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
+        self.is_through = False  # its call is under way
 
 
 class Gate:
@@ -36,11 +37,13 @@ class Gate:
             if not self.is_inside(ticket.thread):
                 self._free.wait_for(lambda: not self._waiting, timeout=_COURTESY)
             self._free.wait_for(lambda: self._changing is None or self._changing.thread == ticket.thread)
+            ticket.is_through = True  # first: an interrupt may come in between
             self._calls.add(ticket)
 
     def leave(self, ticket: Ticket) -> None:
         """A call ends."""
         with self._free:
+            ticket.is_through = False
             if ticket not in self._calls:
                 return
             self._calls.discard(ticket)

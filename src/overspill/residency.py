@@ -160,13 +160,12 @@ class Residency:
 
     def lend(self, root: Root, unit: StreamedUnit) -> Slab:
         """The bytes of a unit for the backward of a call. The slab lives as long as views of it do."""
+        step, line, now = self._steps[root, Phase.BACKWARD], self._line(), self._now()
+        slab = unit.slab  # before it is asked what has arrived: whoever drops the unit meanwhile changes that first
+        if slab is not None and now is not None and line.last is step and self._has_arrived_for(now, unit):
+            return slab
         with self._changed:
             self._begin_backward()
-            line = self._line()
-            step = self._steps[root, Phase.BACKWARD]
-            now = self._now()
-            if line.last is step and unit.slab is not None and now is not None and unit.arrived_for == now:
-                return unit.slab
             if line.last is not step:
                 self._schedule.note(step, line)
             unit.users += 1
@@ -185,6 +184,9 @@ class Residency:
             with self._changed:
                 unit.users -= 1
                 self._changed.notify_all()
+
+    def _has_arrived_for(self, now: tuple[int, torch.Stream | None], unit: StreamedUnit) -> bool:
+        return unit.arrived_for == now and self._backward == now[0]
 
     def _now(self) -> tuple[int, torch.Stream | None] | None:
         """Which backward this thread works for, and on which stream. Nothing where it works for none."""

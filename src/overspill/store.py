@@ -178,7 +178,7 @@ class HostStore:
 
     def stamps(self) -> list[object]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [slot.stamp(home) for slot, home in zip(self._slots, self.homes, strict=True)]
+            return list(map(HostSlot.stamp, self._slots, self.homes))
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(_plain(self.homes[index]))

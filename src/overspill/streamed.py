@@ -118,7 +118,8 @@ class StreamedUnit:
     def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
         stamps = enumerate(self.store.stamps())
         self._stamps = [stamp if self.store.brings(index) else _NOT_FETCHED for index, stamp in stamps]
-        self.slab, self.arrived_for = slab, None
+        self.arrived_for = None  # first: `Residency.lend` looks at the two without a lock
+        self.slab = slab
         slab.name = self.name
         if not isinstance(slab, MappedSlab):
             slab.layout = self.store.layout
@@ -140,6 +141,7 @@ class StreamedUnit:
         fetch, self.fetch = self.fetch, None
         if isinstance(self.slab, MappedSlab):
             self.slab.end_leases()
+        self.arrived_for = None
         self.slab, self._live, self._parameters = None, [], {}
         if fetch is None or fetch.finished():
             return None

@@ -83,7 +83,7 @@ class Frame:
         leaves, self._structure = tree_flatten((args, kwargs))
         self._inputs = {id(leaf): _Input(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
-        self._random = RandomState(device)
+        self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
         with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
             self._weights = [(parameter, parameter._version) for parameter in module.parameters()]
@@ -106,6 +106,8 @@ class Frame:
             if self._attention is not None:
                 stack.enter_context(self._attention)
             yield
+        if self._random is not None and not self._random.has_passed():
+            self._random = None  # to go back and forth takes time, and a replay is what short steps wait for
         # Last, since backward needs them first: what is put aside comes back in the opposite order. A block that saved
         # nothing needs no inputs either.
         for each in self._inputs.values() if self._places else ():
@@ -165,7 +167,8 @@ class Frame:
             with ExitStack() as stack:
                 stack.enter_context(replaying())
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(self._random.again())
+                if self._random is not None:
+                    stack.enter_context(self._random.again())
                 self._autocast.again(stack)
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, SavedTensor.values))
                 if self._attention is not None and self.kept_attention:
