@@ -215,6 +215,13 @@ class Activations:
         return sum(link.pool.nbytes for link in self._links.values())
 
     @property
+    def held_bytes(self) -> int:
+        """Device memory of what waits for its copy, or stays because it was saved last."""
+        with self._lock:
+            held = [stored for reference in self._held if (stored := reference()) is not None]
+            return sum(stored.nbytes for stored in held if stored.on_device())
+
+    @property
     def unused_bytes(self) -> int:
         """Of that, what holds nothing now."""
         return sum(link.pool.free_bytes() for link in self._links.values())

@@ -63,6 +63,8 @@ class StepCost:
     """Bytes of device memory at its height."""
     between: int = 0
     """… and between the last block's forward and its backward, while the head and the loss are computed."""
+    held: int = 0
+    """Bytes that are there besides at that time where anything leaves: what was sent last."""
     link: float
     """Bytes a second, each way."""
     slabs: int
@@ -86,6 +88,7 @@ class StepCost:
         """The most device memory that the step takes."""
         same = [self.measured_as] * len(self.blocks)
         between = max(self.between - sum(self._kept(same)), 0) + sum(self._kept(modes))
+        between += self.held if any(mode.leaves for mode in modes) else 0
         return max(between, max(self.peak - self._height(same), 0) + self._height(modes))
 
     def _kept(self, modes: Sequence[Mode]) -> list[int]:

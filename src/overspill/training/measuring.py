@@ -29,7 +29,7 @@ class Measurement:
         self._blocks, self._budget, self._allowed = list(blocks), budget, allowed
         self._device = blocks[0].activations.device
         self._step = 0
-        self._peak = self._between = 0
+        self._peak = self._between = self._held = 0
         self._blocks_ended = False
 
     def begin_step(self) -> bool:
@@ -60,7 +60,9 @@ class Measurement:
     def _begin_backward(self) -> None:
         """A block is about to be replayed."""
         if self._blocks_ended:
-            self._between, self._blocks_ended = max(self._between, self._height()), False
+            self._held = self._blocks[0].activations.held_bytes
+            self._between = max(self._between, self._height() - self._held)
+            self._blocks_ended = False
 
     def _height(self) -> int:
         """The most memory since this was last asked."""
@@ -76,6 +78,7 @@ class Measurement:
             blocks=tuple(_cost_of(block) for block in self._blocks),
             peak=self._peak,
             between=self._between,
+            held=self._held,
             link=link_rate(self._device) or _CPU_LINK,
             slabs=self._blocks[0].activations.limits.ahead,
             measured_as=self._blocks[0].mode,
