@@ -119,6 +119,22 @@ def test_a_pool_of_many_arenas_is_asked_where_it_had_room_last(monkeypatch: pyte
     assert pool.nbytes == 200 * 64 * KIB, "nothing is taken while there is room anywhere"
 
 
+def test_a_pool_grows_by_several_of_what_it_lacks_room_for() -> None:
+    pool = HostPool(torch.device("cpu"))
+    size = 50 * 1024 * KIB  # three of them are more than it grows by at least, two are less
+    first = [pool.take(size) for _ in range(3)]
+    assert pool.nbytes == 3 * size
+    assert pool.free_bytes() == 0
+    del first
+
+
+def test_a_pool_takes_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.slab.free_memory", lambda device: 100 * KIB)
+    pool = HostPool(torch.device("cpu"))
+    pool.take(64 * KIB)
+    assert pool.nbytes == 64 * KIB
+
+
 def test_what_another_thread_adds_while_the_passed_are_forgotten_is_not_lost() -> None:
     clock = Clock(0)
     taken = Window(64 * KIB, torch.device("cpu")).take(64 * KIB)

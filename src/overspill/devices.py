@@ -209,7 +209,7 @@ def _register(address: int, nbytes: int, device: torch.device) -> None:
         )
 
 
-def host_bytes(pages: HostPages) -> torch.Tensor:
+def host_bytes(pages: mmap.mmap) -> torch.Tensor:
     """All of `pages` as a byte tensor, which keeps them alive."""
     return torch.frombuffer(pages, dtype=torch.uint8)
 

@@ -18,6 +18,7 @@ from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.config import format_size
 from overspill.devices import ALONE_ON_ITS_PAGES, CPU, PinnedRanges, copy_bytes, files_in_memory, free_memory
 from overspill.errors import BudgetError, StateError
+from overspill.file_store import FileStore
 from overspill.files import Files
 from overspill.homes import DiskTensor, DiskValues, HostTensor, ordinary
 from overspill.managed import Managed, Training
@@ -109,13 +110,19 @@ class Mover:
 
     # Staging.
 
-    def stage(self, placements: Sequence[Placement], folder: str | os.PathLike[str] | None) -> None:
-        """Have what each placement's unit holds ready in its new tier."""
+    def stage(
+        self, placements: Sequence[Placement], folder: str | os.PathLike[str] | None, *, edited: bool = False
+    ) -> None:
+        """Have what each placement's unit holds ready in its new tier. `edited`: so often that files are too."""
         for placement in placements:
             for name in placement.unit.tensors:
                 check_can_turn(name, self.groups[name].tensor)
         self._stage_host([placement for placement in placements if placement.tier is Tier.CPU])
-        self._stage_disk([placement for placement in placements if placement.tier is Tier.DISK], folder)
+        on_disk = [placement for placement in placements if placement.tier is Tier.DISK]
+        if edited:
+            self._stage_edited(on_disk)
+        else:
+            self._stage_disk(on_disk, folder)
 
     def stage_plain(
         self, names: Iterable[str], where: Callable[[str], tuple[torch.device, torch.dtype | None]]
@@ -204,6 +211,16 @@ class Mover:
             return False
         address = tensor.data_ptr()
         return not any(start <= address < end for start, end in mapped)
+
+    def _stage_edited(self, placements: Sequence[Placement]) -> None:
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for placement in placements:
+            tensors = [ordinary(tensor) for tensor in self._tensors(placement.unit)]
+            store = FileStore.fresh(Layout.of([TensorSpec.laid_out_as(tensor) for tensor in tensors]))
+            copies += self._fill(store, tensors, placement.device)
+            self._staged.stores.append((placement, store))
+            self._transfer(placement.device)
+        copy_bytes(copies)
 
     def _stage_disk(self, placements: Sequence[Placement], folder: str | os.PathLike[str] | None) -> None:
         written = {

@@ -31,6 +31,9 @@ _verbs = threading.RLock()
 class TrainingOffload(Training, Protocol):
     """A training that streams weights."""
 
+    edits_files: bool
+    """Whether weights that are to be on disk are trained there."""
+
     def moves(self, group: TensorGroup) -> bool:
         """Whether a tensor of the modules that were named is to be streamed."""
 
@@ -137,7 +140,7 @@ def offload_parts(
         if training is None:
             _refuse_no_op(mover, placements)
         with _all_or_nothing(mover):
-            mover.stage(placements, folder)
+            mover.stage(placements, folder, edited=training is not None and training.edits_files)
             where = _left_behind(mover, placements, paths, moving)
             mover.stage_plain(where, lambda name: (where[name], None))
             files = mover.written()

@@ -1,6 +1,7 @@
 """Where homes keep their bytes: in pinned host memory or on disk. One store a unit."""
 
 import itertools
+import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, cast
@@ -86,7 +87,7 @@ class HostStore:
         pages = HostPages(layout.nbytes)
         one_copy = [(0, host_bytes(pages)[: layout.nbytes])]
         return cls(
-            layout, lambda index: _own_storage(pages, layout.specs[index], layout.offsets[index]), one_copy, [pages]
+            layout, lambda index: own_storage(pages, layout.specs[index], layout.offsets[index]), one_copy, [pages]
         )
 
     @classmethod
@@ -98,7 +99,7 @@ class HostStore:
         elements = []
         for spec, tensor in zip(layout.specs, tensors, strict=True):
             if spec.nbytes < ALONE_ON_ITS_PAGES:
-                elements.append(_own_storage(pages, *next(spots)).copy_(spec.flat(tensor)))
+                elements.append(own_storage(pages, *next(spots)).copy_(spec.flat(tensor)))
             else:
                 elements.append(spec.flat(tensor))
         return cls._scattered(layout, elements, [pinned, pages])
@@ -167,11 +168,15 @@ class HostStore:
 
     def fetch(self, slab: Slab, transfer: Transfer, priority: int) -> Fetch:
         fetch = transfer.from_host(self._copies, slab)
+        self.is_read_by(fetch)
+        return fetch
+
+    def is_read_by(self, fetch: Fetch) -> None:
+        """Have whoever edits the memory wait for `fetch`."""
         self._in_flight = fetch
         if any(slot.shared() for slot in self._slots):
             # Someone holds an alias, and may write through it as soon as this returns.
             self.settle()
-        return fetch
 
     def brings(self, index: int) -> bool:
         return True
@@ -305,7 +310,7 @@ def _touch(first: Piece, second: Piece) -> bool:
     return in_file and one_storage and first.target.data_ptr() + first.nbytes == second.target.data_ptr()
 
 
-def _own_storage(pages: HostPages, spec: TensorSpec, offset: int) -> torch.Tensor:
+def own_storage(pages: mmap.mmap, spec: TensorSpec, offset: int) -> torch.Tensor:
     """Elements of `pages` with a storage of their own: torch.save writes just them, and aliases can be counted."""
     if spec.numel == 0:
         return torch.empty(0, dtype=spec.dtype)

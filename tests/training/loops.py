@@ -20,6 +20,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "activations": {},
     "weights": {"activations": False, "weights": True},
     "both": {"weights": True},
+    "weights on disk": {"activations": False, "weights": "disk"},
     "recompute": {"recompute": True},
     "recompute-weights": {"recompute": True, "weights": True, "activations": False},
     "all": {"recompute": True, "weights": True},

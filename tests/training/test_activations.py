@@ -229,6 +229,36 @@ def test_one_tensor_larger_than_all_limits_still_comes_ahead(device: str) -> Non
     assert [each.stored.on_device() for each in packed] == [False, False, True, True]
 
 
+def test_two_that_leave_one_by_one_may_wait_however_large_they_are(device: str) -> None:
+    activations = Activations(torch.device(device), Limits(small=0, held=1, ahead=1))
+    packed = [activations.pack(computed((64, 64), device), waiting=2) for _ in range(4)]
+    assert [each.stored.on_device() for each in packed] == [False, False, True, True]
+    assert activations.held_bytes == 2 * 64 * 64 * 4
+
+
+def test_at_the_end_of_a_forward_no_more_is_held_than_the_limit(device: str) -> None:
+    one = 64 * 64 * 4
+    activations = Activations(torch.device(device), Limits(small=0, held=one, ahead=one))
+    packed = [activations.pack(computed((64 * size, 64), device)) for size in (1, 1, 3)]
+    assert packed[2].stored.on_device()
+    activations.end_forward()
+    assert not any(each.stored.on_device() for each in packed)
+    packed.append(activations.pack(computed((64, 64), device)))
+    activations.end_forward()
+    assert packed[3].stored.on_device()
+
+
+def test_what_belongs_to_another_block_comes_back_when_it_is_asked_for_and_not_before(device: str) -> None:
+    one = 64 * 64 * 4
+    activations = Activations(torch.device(device), Limits(small=0, held=0, ahead=one))
+    packed = [activations.pack(computed((64, 64), device)) for _ in range(6)]
+    for place in (5, 4):
+        activations.unpack(packed[place], back_to=packed[4].place)
+        assert [each.stored.on_device() for each in packed[:4]] == [False] * 4
+    activations.bring_back_before(packed[4].place, 2 * one)
+    assert [each.stored.on_device() for each in packed[:4]] == [False, False, True, True]
+
+
 def test_memory_is_free_when_the_graph_is_gone(device: str, activations: Activations) -> None:
     for _ in range(5):
         packed = [activations.pack(computed((64, 64), device)) for _ in range(8)]
@@ -250,7 +280,7 @@ def test_a_full_disk_is_told_when_the_bytes_are_needed(device: str, monkeypatch:
         raise OSError(28, "No space left on device")
 
     activations = Activations(torch.device(device), SMALL, to_disk=True)
-    monkeypatch.setattr("overspill.training.spill.os.pwrite", full)
+    monkeypatch.setattr("overspill.unnamed_file.os.pwrite", full)
     packed = activations.pack(computed((8, 8), device))
     with pytest.raises(overspill.errors.OffloadFolderError, match="No space left on device"):
         activations.unpack(gone(packed))

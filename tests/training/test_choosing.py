@@ -68,6 +68,26 @@ def test_less_memory_never_makes_it_faster() -> None:
     assert seconds[0] > seconds[-1]
 
 
+def test_what_the_head_needs_is_there_with_all_that_is_kept() -> None:
+    blocks = alike(4)
+    cost = StepCost(blocks=tuple(blocks), peak=10 * GB, link=50e9, slabs=GB // 4, between=9 * GB, held=GB)
+    assert cost.memory([Mode.KEEP] * 4) == 9 * GB + 4 * 2 * GB
+    assert cost.memory([Mode.RECOMPUTE_OFFLOAD] * 4) == 10 * GB
+    one = [Mode.OFFLOAD, *[Mode.KEEP] * 3]
+    assert cost.memory(one) == 9 * GB + 3 * 2 * GB + GB, "what was sent last is still there"
+
+
+def test_offloading_large_tensors_takes_room_for_a_few_of_them() -> None:
+    def needed(largest: int) -> int:
+        blocks = [
+            BlockCost(name=str(i), forward=0.02, saved=8 * GB, inputs=GB // 10, largest=largest) for i in range(4)
+        ]
+        return step(*blocks, peak=20 * GB).memory([Mode.OFFLOAD] * 4)
+
+    assert needed(GB // 100) < needed(GB) == 20 * GB - 8 * GB + 4 * GB
+    assert needed(5 * GB) == 20 * GB, "never more than all of them"
+
+
 def test_the_choice_stays_within_the_budget() -> None:
     cost = step(*alike(8))
     for budget in range(9 * GB, 30 * GB, GB):

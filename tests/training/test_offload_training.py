@@ -3,7 +3,9 @@
 import copy
 import gc
 import pickle
-from typing import Any
+import re
+from collections.abc import Callable
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -12,11 +14,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import overspill
-from overspill.errors import BudgetError, PlanError, StateError
+from memory_watch import held
+from overspill.devices import RandomState
+from overspill.errors import BudgetError, OffloadFolderError, PlanError, StateError
+from overspill.file_store import FileStore
 from overspill.homes import HostTensor
+from overspill.host_link import HostLink
 from overspill.managed import managed
 from overspill.residency import Residency
-from overspill.training.activations import Activations
+from overspill.training.activations import Activations, Limits
+from overspill.training.recompute import Frame
+from overspill.unnamed_file import UnnamedFile
 from support import streamed_units, window_bytes_in_use
 from training.loops import (
     STRATEGIES,
@@ -151,12 +159,113 @@ def test_hooks_of_a_weight_that_gets_no_gradient_are_not_called(device: str) -> 
     assert all(p.grad is not None for name, p in model.named_parameters() if "unused" not in name)
 
 
+def test_what_a_replay_needs_is_there_when_it_begins_and_no_sooner_than_half_a_block_before(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(small=0, held=0, ahead=1)
+    monkeypatch.setattr(Limits, "usual", classmethod(lambda cls, *args, **kwargs: limits))
+    model = Net().to(device)
+    overspill.offload_training(model, recompute=True)
+    seen: list[str] = []
+    replay, unpack, bring_back = Frame._replay, Frame._unpack, HostLink.bring_back
+
+    def noting(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            seen.append(what)
+            return call(*args)
+
+        return noted
+
+    def replaying(self: Frame) -> None:
+        seen.append("(")
+        replay(self)
+        seen.append(")")
+
+    monkeypatch.setattr(Frame, "_replay", replaying)
+    monkeypatch.setattr(Frame, "_unpack", noting(".", unpack))
+    monkeypatch.setattr(HostLink, "bring_back", noting("b", bring_back))
+    loss_of(model, next(batches(1, device))).backward()
+    replays = re.findall(r"\((.*?)\)(.*?)(?=\(|$)", "".join(seen))
+    assert len(replays) == 5
+    for inside, _ in replays[1:]:
+        assert "b" not in inside, "it waited for what had left"
+    for _, behind in replays[:-1]:
+        first = behind.index("b")
+        assert first >= behind.count(".") // 3, "most of its block's memory is still needed"
+
+
+def test_a_replay_that_draws_nothing_leaves_random_numbers_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[bool] = []
+    was = RandomState.again
+
+    def noting(self: RandomState) -> Any:
+        again.append(True)
+        return was(self)
+
+    monkeypatch.setattr(RandomState, "again", noting)
+    for dropout, replays in ((0.0, 0), (0.1, 5)):
+        model = Net(dropout=dropout).to(device)
+        overspill.offload_training(model, recompute=True)
+        loss_of(model, next(batches(1, device))).backward()
+        assert len(again) == replays
+
+
 def test_disk_takes_activations_too(device: str) -> None:
     for options in ({"activations": "disk"}, {"activations": "disk", "recompute": True, "weights": True}):
         model = compare(Net, device, options, steps=4)
         file = activations_of(model).file
         assert file is not None
         assert file.nbytes > 0
+
+
+def test_trained_weights_on_disk_are_read_and_edited_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = UnnamedFile.read
+
+    def counting(self: UnnamedFile, target: memoryview, offset: int) -> None:
+        reads.append(len(target))
+        read(self, target, offset)
+
+    monkeypatch.setattr(UnnamedFile, "read", counting)
+    reference, model = pair(Net, device)
+    overspill.offload_training(model, weights="disk")
+    units = streamed_units(model)
+    assert all(isinstance(unit.store, FileStore) for unit in units)
+    assert_same(train(model, device, steps=3), train(reference, device, steps=3))
+    assert sum(reads) >= 3 * 2 * (sum(unit.nbytes for unit in units) - 4 * units[0].nbytes)
+    manager = managed(model)
+    assert manager is not None
+    assert manager.plan.disk_bytes == sum(unit.nbytes for unit in units)
+    # What an optimizer edits is in the file.
+    home = model.blocks[0].qkv.weight
+    with torch.no_grad():
+        home.fill_(3.0)
+    file = bytearray(units[0].nbytes)
+    cast(FileStore, units[0].store)._file.read(memoryview(file), 0)
+    assert file.count(torch.tensor(3.0).numpy().tobytes()) == home.numel()
+
+
+def test_trained_weights_on_disk_take_no_memory_of_the_process() -> None:
+    model = nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(9)))  # 8 MiB each
+    moved = sum(p.nbytes for p in model[:-1].parameters())
+    before = held()
+    overspill.offload_training(model, weights="disk", activations=False)
+    with torch.no_grad():  # as an optimizer would: the pages are the file's
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert held() < before - 0.5 * moved, "a window of three blocks is what is left of it"
+
+
+def test_a_disk_without_room_is_told_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("overspill.unnamed_file.os.posix_fallocate", full)
+    model = Net()
+    with pytest.raises(OffloadFolderError, match=r"make room for .* of trained weights .* set TMPDIR"):
+        overspill.offload_training(model, weights="disk")
+    assert managed(model) is None
+    plainly(model, next(batches(1, "cpu")), 0)
 
 
 # The budget.
@@ -218,7 +327,6 @@ def test_what_a_block_was_replayed_from_is_gone_with_its_graph(device: str) -> N
         ({"activations": False, "recompute": True}, "both off"),
         ({"memory": "1GiB", "layers": 2}, "layers has no effect"),
         ({"memory": "1GiB", "recompute": True}, "recompute has no effect"),
-        ({"weights": "disk"}, "frozen weights"),
         ({"weights": "cpu"}, "True for host memory"),
         ({"activations": "host"}, "True for host memory"),
     ],

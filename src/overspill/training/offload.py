@@ -43,9 +43,12 @@ class StepScope:
 class OffloadedTraining:
     """What leads the calls of a model's blocks while it trains. Lives in the model's manager."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], *, frozen_only: bool, double_buffering: bool) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], *, double_buffering: bool) -> None:
         self.model, self.blocks = model, list(blocks)
-        self._frozen_only, self._double_buffering = frozen_only, double_buffering
+        self._double_buffering = double_buffering
+        self.frozen_only = False
+        """Whether trained weights stay where they are."""
+        self.edits_files = False
         self.optimizers: OptimizerWatch | None = None
         """Of the model, where its parameters move."""
         self.measurement: Measurement | None = None
@@ -69,7 +72,7 @@ class OffloadedTraining:
     # What `offload_parts` asks for the weights.
 
     def moves(self, group: TensorGroup) -> bool:
-        return not (self._frozen_only and group.tensor.requires_grad)
+        return not (self.frozen_only and group.tensor.requires_grad)
 
     def windows(self, placements: Sequence[Placement]) -> Mapping[torch.device, int]:
         units: dict[torch.device, list[Unit]] = {}
@@ -116,14 +119,20 @@ def offload_for_training(
     room = HostRoom(saved, modules)
     blocks = [Block(path, module, saved, room) for path, module in modules.items()]
     set_modes(blocks, [mode] * len(blocks))
-    training = OffloadedTraining(model, blocks, frozen_only=weights == "disk", double_buffering=double_buffering)
+    training = OffloadedTraining(model, blocks, double_buffering=double_buffering)
     if memory is not None:
         allowed = list(Mode) if activations else [Mode.KEEP, Mode.RECOMPUTE]
         training.measurement = Measurement(blocks, parse_size(memory, what="memory"), allowed)
     if not weights or not paths:
         manage_training(model, training)
         return
-    _check_weights(model, paths, weights, device)
+    groups = _weights_of(model, paths)
+    if weights == "disk":
+        # Adapters beside frozen weights are small, and stay where they compute.
+        training.frozen_only = any(not group.tensor.requires_grad for group in groups if group.kind == "parameter")
+        training.edits_files = not training.frozen_only
+    if weights is True or training.edits_files:
+        _check_host_memory(groups, len(paths), device, of_weights=weights is True)
     to = "disk" if weights == "disk" else "cpu"
     training.optimizers = OptimizerWatch(model)
     offload_parts(model, to=to, modules=paths, folder=None, device=None, min_bytes=0, training=training)
@@ -150,27 +159,24 @@ def _device_of(model: nn.Module) -> torch.device:
     return max(sizes, key=lambda device: sizes[device], default=CPU)
 
 
-def _check_weights(
-    model: nn.Module, paths: Sequence[str], weights: bool | Literal["disk"], device: torch.device
-) -> None:
-    """Whether the blocks' weights can go where they are to go, before anything is moved."""
-    groups = [
+def _weights_of(model: nn.Module, paths: Sequence[str]) -> list[TensorGroup]:
+    """The tensors of the blocks at `paths`."""
+    return [
         group
         for group in tensor_groups(model).values()
         if any(is_below(owner_path(place), path) for place in group.places for path in paths)
     ]
-    if weights == "disk":
-        if all(group.tensor.requires_grad for group in groups if group.kind == "parameter"):
-            raise PlanError(
-                "weights='disk' is for frozen weights, and all of these blocks' are trained: an optimizer's updates "
-                "would be written back in each step. Freeze them (requires_grad_(False)) or pass weights=True"
-            )
-        return
-    needed = sum(group.spec.nbytes * (2 if group.tensor.requires_grad else 1) for group in groups)
-    if device != CPU and needed > (free := free_memory(CPU)):
+
+
+def _check_host_memory(groups: Sequence[TensorGroup], blocks: int, device: torch.device, *, of_weights: bool) -> None:
+    """Whether there is room for what the blocks will leave in host memory, before anything is moved."""
+    gradients = sum(group.spec.nbytes for group in groups if group.tensor.requires_grad)
+    weights = sum(group.spec.nbytes for group in groups) if of_weights else 0
+    if device != CPU and gradients + weights > (free := free_memory(CPU)):
+        what = "weights and gradients" if of_weights else "gradients"
         raise BudgetError(
-            f"the weights of these {len(paths)} blocks and their gradients need {format_size(needed)} of host memory, "
-            f"where {format_size(free)} are free. Give fewer layers"
+            f"the {what} of these {blocks} blocks need {format_size(gradients + weights)} of host memory, where "
+            f"{format_size(free)} are free. Give fewer layers"
         )
 
 

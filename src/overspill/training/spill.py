@@ -1,20 +1,17 @@
 """Saved tensors on disk: a file without a name, that ends with the process."""
 
-import os
-import tempfile
 import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
-from overspill.config import MIB, format_size
+from overspill.config import MIB
 from overspill.devices import OUR_THREADS, buffer_of
-from overspill.errors import OffloadFolderError
 from overspill.host_link import Departure
 from overspill.slab import HostPool, Slab
+from overspill.unnamed_file import UnnamedFile
 
 _IN_FLIGHT = 512 * MIB
 """Bytes in host memory that may wait to be written."""
@@ -26,10 +23,7 @@ class SpillFile:
     """Room for tensors in a temporary file, used again and again."""
 
     def __init__(self) -> None:
-        self._file, path = tempfile.mkstemp(prefix="overspill-")
-        self._folder = tempfile.gettempdir()
-        Path(path).unlink()  # nobody else can open it now, and the system removes it however this process ends
-        weakref.finalize(self, os.close, self._file)
+        self._file = UnnamedFile("saved tensors")
         self._free: dict[int, list[int]] = {}
         self._end = 0
         self._lock = threading.Lock()
@@ -58,22 +52,10 @@ class SpillFile:
         return spilled
 
     def write(self, memory: torch.Tensor, place: int) -> None:
-        view, done = buffer_of(memory), 0
-        try:
-            while done < len(view):
-                done += os.pwrite(self._file, view[done:], place + done)
-        except OSError as error:
-            raise OffloadFolderError(
-                f"could not write {format_size(len(view))} of saved tensors to a temporary file in {self._folder}: "
-                f"{error.strerror}. Free some space there, or set TMPDIR to another disk"
-            ) from error
+        self._file.write(buffer_of(memory), place)
 
     def read(self, memory: torch.Tensor, place: int) -> None:
-        view, done = buffer_of(memory), 0
-        while done < len(view):
-            count = os.preadv(self._file, [view[done:]], place + done)
-            assert count > 0, "the file ends before what was written to it"
-            done += count
+        self._file.read(buffer_of(memory), place)
 
 
 class Spilled:
