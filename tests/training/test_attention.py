@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import overspill
 from overspill.training import attention
-from training.loops import TOKENS, Block, Net, activations_of, batches, compare, loss_of, plainly
+from training.loops import TOKENS, WIDTH, Block, Net, activations_of, batches, compare, loss_of, plainly
 
 
 class Attends(Block):
@@ -39,9 +39,13 @@ def net(block: type[Block] = Attends) -> Net:
     return model
 
 
+PRODUCTS = 2 * TOKENS * WIDTH * TOKENS
+"""Of one block's attention."""
+
+
 @pytest.fixture(autouse=True)
 def _six_keys_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_LONG", TOKENS)
+    monkeypatch.setattr(attention, "_DEAR", PRODUCTS)
 
 
 class Counting(TorchDispatchMode):
@@ -98,7 +102,7 @@ def test_without_activations_to_carry_it_runs_again(device: str) -> None:
 
 
 def test_a_few_keys_are_computed_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_LONG", TOKENS + 1)
+    monkeypatch.setattr(attention, "_DEAR", PRODUCTS + 1)
     model = net().to(device)
     overspill.offload_training(model, recompute=True)
     assert attentions_of_a_step(model, device) == 7
@@ -106,8 +110,8 @@ def test_a_few_keys_are_computed_again(device: str, monkeypatch: pytest.MonkeyPa
 
 def test_its_results_leave_the_device(device: str) -> None:
     sent = []
-    for long in (TOKENS, TOKENS + 1):
-        attention._LONG = long
+    for dear in (PRODUCTS, PRODUCTS + 1):
+        attention._DEAR = dear
         model = net().to(device)
         overspill.offload_training(model, recompute=True)
         plainly(model, next(batches(1, device)), 0)
