@@ -43,10 +43,10 @@ class Gate:
     def leave(self, ticket: Ticket) -> None:
         """A call ends."""
         with self._free:
-            ticket.is_through = False
             if ticket not in self._calls:
                 return
             self._calls.discard(ticket)
+            ticket.is_through = False
             if not self._calls:
                 self._free.notify_all()
                 self.on_idle()

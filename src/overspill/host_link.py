@@ -13,7 +13,7 @@ from overspill.slab import HostPool, Slab
 from overspill.tensors import over
 
 IN_FLIGHT = 512 * MIB
-"""Bytes that may be on their way to host memory at once. What is on its way still takes device memory."""
+"""Bytes that may be on their way to host memory at once, or two departures. What is on its way takes device memory."""
 
 
 class Departure:
@@ -44,11 +44,9 @@ class HostLink:
     Two streams, since the link carries as much in one direction while it is busy in the other.
     """
 
-    def __init__(self, device: torch.device, *, in_flight: int | None = IN_FLIGHT) -> None:
-        """`in_flight`: None where whoever sends sees to it that not too much is under way."""
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = HostPool(device)
-        self._in_flight = in_flight
         self._departures, self._returns = new_stream(device), new_stream(device)
         self._under_way: deque[Departure] = deque()
         self._lock = threading.Lock()
@@ -85,9 +83,7 @@ class HostLink:
 
     def _make_way(self, nbytes: int) -> None:
         self._forget_ended()
-        if self._in_flight is None:
-            return
-        while self._under_way and sum(each.nbytes for each in self._under_way) + nbytes > self._in_flight:
+        while len(self._under_way) > 1 and sum(each.nbytes for each in self._under_way) + nbytes > IN_FLIGHT:
             self._under_way.popleft().wait()
 
     def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:

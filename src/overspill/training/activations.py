@@ -206,7 +206,7 @@ class Activations:
 
     def _link(self, device: torch.device) -> HostLink:
         if device not in self._links:
-            self._links[device] = HostLink(device, in_flight=None)  # what waits is held, and that is limited here
+            self._links[device] = HostLink(device)
         return self._links[device]
 
     @property

@@ -21,8 +21,9 @@ _KERNELS = (
 _FUSED = frozenset(getattr(torch.ops.aten, name).default for name in _KERNELS if hasattr(torch.ops.aten, name))
 
 _DEAR = 4 * 10**11
-"""Products of a query's element with a key's. An H200 takes 1.5 ms for so many, and Python 2 ms to look at each operation
-of a block twice. Work grows with the number of keys, and the bytes of the result do not."""
+"""Products of a query's element with one of a key. Work grows with the number of keys, the bytes of the result do not;
+but to look at each operation of a block twice takes time too. Blocks of a 3B model on an H200, each with 2e11 products
+(8,192 tokens): to keep the results took 1.10 × a step whose inputs stay, to compute them again 0.98 ×."""
 
 Kept = list[Callable[[], Any]]
 """What gives back the results of one kernel."""

@@ -131,9 +131,9 @@ def offload_for_training(
         # Adapters beside frozen weights are small, and stay where they compute.
         training.frozen_only = any(not group.tensor.requires_grad for group in groups if group.kind == "parameter")
         training.edits_files = not training.frozen_only
-    if weights is True or training.edits_files:
-        _check_host_memory(groups, len(paths), device, of_weights=weights is True)
     to = "disk" if weights == "disk" else "cpu"
+    if not training.frozen_only:
+        _check_host_memory(groups, len(paths), device, of_weights=to == "cpu")
     training.optimizers = OptimizerWatch(model)
     offload_parts(model, to=to, modules=paths, folder=None, device=None, min_bytes=0, training=training)
 
