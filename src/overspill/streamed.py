@@ -91,6 +91,7 @@ class StreamedUnit:
         self.checked_in = -1  # the pass in which the copy was last compared with the homes
         self.arrived_for: object = None  # the backward, and its stream, that have waited for the slab already
         self._places = places
+        self._written_unseen = [place for shared in places for place in shared if isinstance(place.module, _NormBase)]
         self._live: list[torch.Tensor] = []
         self._parameters: dict[int, LiveParameter] = {}  # the same tensors, to be shown as what their homes are
         self._results: dict[int, LiveResult] = {}  # … and as results of them, while they are shown so
@@ -316,6 +317,8 @@ class StreamedUnit:
 
     def collect_writes(self, *, after_call: bool) -> None:
         """Send home what was written to live tensors. `after_call`: also what a call may have written unseen."""
+        if not self._live or not self._may_have_been_written(after_call=after_call):
+            return
         with torch.inference_mode(False), torch.no_grad():
             for index, live in enumerate(self._live):
                 unseen = after_call and any(_updates_unseen(place) for place in self._places[index])
@@ -324,6 +327,13 @@ class StreamedUnit:
                 for shown in (self._parameters.get(index), self._results.get(index)):
                     if shown is not None and self._edited_through_data(index, shown):
                         self._send_home(index, shown.detach())
+
+    def _may_have_been_written(self, *, after_call: bool) -> bool:
+        """Whether any live tensor was: asked twice for each copy, and nearly always not."""
+        if after_call and any(_updates_unseen(place) for place in self._written_unseen):
+            return True
+        shown = (*self._parameters.values(), *self._results.values())
+        return [live._version for live in self._live] != self._versions or any(each.data_was_used for each in shown)
 
     def _send_home(self, index: int, values: torch.Tensor) -> None:
         live = self._live[index]
