@@ -440,7 +440,8 @@ def offload_training(
         activations: What a block saves for its backward leaves for pinned host memory as it is produced, and is back
             when it is needed. "disk": for a file.
         weights: A block's weights live in pinned host memory and come for its forward and its backward; their gradients
-            go there as they are produced. The optimizer runs on the CPU then. "disk": frozen weights live on disk.
+            go there as they are produced. The optimizer runs on the CPU then. "disk": the weights live in a temporary
+            file; of blocks that have frozen ones, only those.
         recompute: Blocks save their inputs only, and are computed once more in backward.
         double_buffering: Twice the memory for what is on its way, so that copies go on while blocks compute. Off, the
             device waits for each copy where the link is the bottleneck.
@@ -451,6 +452,7 @@ def offload_training(
         PlanError: Layers that the model does not have, or options that have no effect together.
         BudgetError: Host memory does not hold the weights, or `memory` is less than a step takes at the least; the
             latter comes in the step that finds out.
+        OffloadFolderError: The disk has no room for the weights.
         StateError: Something of the model is offloaded already.
 
     Example:
