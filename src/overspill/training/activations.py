@@ -310,9 +310,9 @@ class Activations:
             return values
 
     def bring_back_before(self, place: int, room: int) -> None:
-        """Backward will soon need what was saved before `place`: `room` bytes of it, or as many as usual."""
+        """Backward will soon need what was saved before `place`: `room` bytes of it, or a tensor."""
         with self._lock:
-            self._bring_back(place, 0, max(room, self.limits.ahead))
+            self._bring_back(place, 0, room)
 
     def _bring_back(self, before: int, back_to: int, room: int) -> None:
         """What backward will need next, as far as there is room: one tensor at least."""
