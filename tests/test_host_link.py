@@ -1,0 +1,88 @@
+"""Bytes that leave a device: together in one slab, and no more at once than may be."""
+
+import weakref
+
+import pytest
+import torch
+
+from overspill import host_link
+from overspill.host_link import HostLink
+
+CPU = torch.device("cpu")
+
+
+class Mark:
+    """What stands for an event of a device that has done nothing yet."""
+
+    def __init__(self) -> None:
+        self.passed = self.waited_for = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = self.waited_for = True
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[Mark]:
+    """Of the departures, in order: the host runs ahead of the device."""
+    made: list[Mark] = []
+
+    def record(device: torch.device, stream: torch.Stream | None = None) -> Mark:
+        made.append(Mark())
+        return made[-1]
+
+    monkeypatch.setattr(host_link, "record_event", record)
+    monkeypatch.setattr(host_link, "stream_waits", lambda stream, events: None)
+    return made
+
+
+def test_tensors_that_leave_together_share_a_slab_and_keep_their_layout() -> None:
+    link = HostLink(CPU)
+    sources = [torch.randn(3, 5).t(), torch.arange(7, dtype=torch.int8), torch.empty(0), torch.randn(2, 2, 2)]
+    departure, copies = link.send(sources)
+    assert departure.ended()
+    for source, copy in zip(sources, copies, strict=True):
+        assert torch.equal(copy, source)
+        assert copy.dtype == source.dtype
+        assert copy.stride() == source.stride()
+        assert copy.data_ptr() % 64 == 0 or not copy.numel()
+        assert copy.data_ptr() != source.data_ptr() or not copy.numel()
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+    taken = link.pool.nbytes - link.pool.free_bytes()
+    assert taken <= 4 * 4096
+    del departure, copies, copy
+    assert link.pool.free_bytes() == link.pool.nbytes, "the slab is free when the last copy in it is gone"
+
+
+def test_what_leaves_is_held_until_its_copy_has_ended(marks: list[Mark]) -> None:
+    link, source = HostLink(CPU), torch.randn(64)
+    alive = weakref.ref(source)
+    departure, _ = link.send([source])
+    del source
+    assert not departure.ended()
+    assert alive() is not None, "the device still reads it"
+    marks[-1].passed = True
+    assert departure.ended()
+    assert alive() is None
+
+
+def test_whoever_sends_waits_while_too_much_is_under_way(marks: list[Mark], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "IN_FLIGHT", 4096)
+    link = HostLink(CPU)
+    sent = []
+    for _ in range(6):
+        link.send([torch.zeros(1024, dtype=torch.uint8)])
+        sent.append(marks[-1])
+    assert [mark.waited_for for mark in sent] == [True, True, False, False, False, False]
+
+
+def test_two_may_be_under_way_however_large_they_are(marks: list[Mark], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "IN_FLIGHT", 1)
+    link = HostLink(CPU)
+    sent = []
+    for _ in range(4):
+        link.send([torch.zeros(1024, dtype=torch.uint8)])
+        sent.append(marks[-1])
+    assert [mark.waited_for for mark in sent] == [True, True, False, False]
