@@ -42,7 +42,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports --no-logo
 
 unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for some of them
-	$(BIN)/python -m pytest -n $(WORKERS) --timeout 300 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout 300 $(PYTEST_ARGS)
 
 gpu-test: ## the tests that need a CUDA device; fails where there is none
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m "gpu and not soak" tests $(PYTEST_ARGS)
