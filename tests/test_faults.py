@@ -961,16 +961,24 @@ def test_a_child_forked_while_a_prefetch_is_on_its_way_does_not_wait_for_it(tmp_
 
 
 def test_a_program_that_ends_while_reads_are_under_way_ends_well(checkpoint: Path) -> None:
-    program = f"""
-        import os, time, torch
+    run_program(f"""
+        import os, sys, time, torch
         from pathlib import Path
         from support import Net, loaded
+
+        for _ in range(6):  # without an orderly end, one in ten aborted
+            child = os.fork()  # which ends as a program does, and need not import torch first
+            if child == 0:
+                break
+            _, status = os.waitpid(child, 0)
+            if status:
+                sys.exit(f"a program ended with status {{status}}")
+        else:
+            sys.exit()
 
         preadv = os.preadv
         os.preadv = lambda *args: (time.sleep(0.002), preadv(*args))[1]
         model = loaded(lambda: Net(blocks={BLOCKS}), Path({str(checkpoint)!r}), "disk")
         with torch.no_grad():
             model(torch.arange(4))
-    """
-    for _ in range(6):  # without an orderly end, one in ten aborted
-        run_program(program)
+    """)
