@@ -68,21 +68,14 @@ def test_what_leaves_is_held_until_its_copy_has_ended(marks: list[Mark]) -> None
     assert alive() is None
 
 
-def test_whoever_sends_waits_while_too_much_is_under_way(marks: list[Mark], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_link, "IN_FLIGHT", 4096)
+@pytest.mark.parametrize(("limit", "under_way"), [(4096, 4), (1, 2)], ids=["four fit", "two however large"])
+def test_whoever_sends_waits_while_too_much_is_under_way(
+    limit: int, under_way: int, marks: list[Mark], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_link, "IN_FLIGHT", limit)
     link = HostLink(CPU)
     sent = []
     for _ in range(6):
         link.send([torch.zeros(1024, dtype=torch.uint8)])
         sent.append(marks[-1])
-    assert [mark.waited_for for mark in sent] == [True, True, False, False, False, False]
-
-
-def test_two_may_be_under_way_however_large_they_are(marks: list[Mark], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_link, "IN_FLIGHT", 1)
-    link = HostLink(CPU)
-    sent = []
-    for _ in range(4):
-        link.send([torch.zeros(1024, dtype=torch.uint8)])
-        sent.append(marks[-1])
-    assert [mark.waited_for for mark in sent] == [True, True, False, False]
+    assert [mark.waited_for for mark in sent] == [True] * (6 - under_way) + [False] * under_way

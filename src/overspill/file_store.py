@@ -3,9 +3,8 @@
 import torch
 
 from overspill.checkpoint.index import SourceFile
-from overspill.devices import host_bytes
 from overspill.slab import Layout, Slab
-from overspill.store import HostStore, own_storage
+from overspill.store import HostStore, laid_out_in
 from overspill.transfer import Fetch, Piece, Transfer
 from overspill.unnamed_file import UnnamedFile
 
@@ -14,7 +13,8 @@ class FileStore(HostStore):
     """A unit whose values lie in a file of its own, and are edited there.
 
     Its homes are tensors over the file's pages, so optimizers find ordinary CPU memory. The system brings in what they
-    touch, writes back what they edit, and keeps of it in memory what it has room for.
+    touch, writes back what they edit, and keeps of it in memory what it has room for. Other than with memory, a forked
+    child has the same pages: what it edits, its parent sees.
     """
 
     reads_disk = True
@@ -22,11 +22,7 @@ class FileStore(HostStore):
     def __init__(self, layout: Layout, file: UnnamedFile) -> None:
         size = max(layout.nbytes, 1)
         file.reserve(size)
-        pages = file.pages(size)
-        memory = host_bytes(pages)[: layout.nbytes]
-        super().__init__(
-            layout, lambda index: own_storage(pages, layout.specs[index], layout.offsets[index]), [(0, memory)], []
-        )
+        super().__init__(layout, *laid_out_in(file.pages(size), layout), memory=[])
         self._file = file
 
     @classmethod

@@ -85,10 +85,7 @@ class HostStore:
     def fresh(cls, layout: Layout) -> "HostStore":
         """In memory of its own, to be filled."""
         pages = HostPages(layout.nbytes)
-        one_copy = [(0, host_bytes(pages)[: layout.nbytes])]
-        return cls(
-            layout, lambda index: own_storage(pages, layout.specs[index], layout.offsets[index]), one_copy, [pages]
-        )
+        return cls(layout, *laid_out_in(pages, layout), [pages])
 
     @classmethod
     def in_place(cls, layout: Layout, tensors: Sequence[torch.Tensor], pinned: PinnedRanges) -> "HostStore":
@@ -99,7 +96,7 @@ class HostStore:
         elements = []
         for spec, tensor in zip(layout.specs, tensors, strict=True):
             if spec.nbytes < ALONE_ON_ITS_PAGES:
-                elements.append(own_storage(pages, *next(spots)).copy_(spec.flat(tensor)))
+                elements.append(_own_storage(pages, *next(spots)).copy_(spec.flat(tensor)))
             else:
                 elements.append(spec.flat(tensor))
         return cls._scattered(layout, elements, [pinned, pages])
@@ -310,7 +307,15 @@ def _touch(first: Piece, second: Piece) -> bool:
     return in_file and one_storage and first.target.data_ptr() + first.nbytes == second.target.data_ptr()
 
 
-def own_storage(pages: mmap.mmap, spec: TensorSpec, offset: int) -> torch.Tensor:
+def laid_out_in(
+    pages: mmap.mmap, layout: Layout
+) -> tuple[Callable[[int], torch.Tensor], Sequence[tuple[int, torch.Tensor]]]:
+    """Tensors that lie in `pages` as in a slab: the elements of each, and the one copy that brings all of them."""
+    one_copy = [(0, host_bytes(pages)[: layout.nbytes])]
+    return lambda index: _own_storage(pages, layout.specs[index], layout.offsets[index]), one_copy
+
+
+def _own_storage(pages: mmap.mmap, spec: TensorSpec, offset: int) -> torch.Tensor:
     """Elements of `pages` with a storage of their own: torch.save writes just them, and aliases can be counted."""
     if spec.numel == 0:
         return torch.empty(0, dtype=spec.dtype)
