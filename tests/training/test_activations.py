@@ -275,6 +275,19 @@ def test_memory_is_free_when_the_graph_is_gone(device: str, activations: Activat
         assert activations.file.nbytes <= 9 * 64 * 64 * 4
 
 
+@pytest.mark.gpu
+def test_a_host_that_is_ahead_of_its_device_does_not_hold_what_nobody_needs() -> None:
+    activations = Activations(torch.device("cuda:0"), Limits(small=0, held=1 << 30, ahead=0))
+    needed = activations.pack(computed((512, 512), "cuda:0"))
+    torch.cuda._sleep(200_000_000)
+    dropped = activations.pack(computed((512, 512), "cuda:0"))
+    assert not dropped.stored._departure.ended()
+    before = torch.cuda.memory_allocated()
+    del dropped
+    activations.unpack(needed)
+    assert torch.cuda.memory_allocated() == before - 512 * 512 * 4
+
+
 def test_a_full_disk_is_told_when_the_bytes_are_needed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")

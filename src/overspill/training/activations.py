@@ -11,7 +11,7 @@ as long as autograd uses it. Unpacking changes nothing but that, so it may happe
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -142,20 +142,27 @@ class Stored:
     def __del__(self) -> None:
         # The device may still be reading or writing: nobody else may have the memory before it is done.
         if self._held is not None and self._departure is not None and not self._departure.ended():
-            _unfinished.append((self._departure.left, self._held))
+            _unfinished.append((self._departure.wait, self._held))
         if self._back is not None and self._arrived is not None and not self._arrived.query():
-            _unfinished.append((self._arrived, self._back))
+            _unfinished.append((self._arrived.synchronize, self._back))
 
 
-_unfinished: deque[tuple[torch.Event | None, torch.Tensor]] = deque()
-"""Memory of copies that nobody needs any more. Filled by finalizers, which may run in any thread and must not lock."""
+_unfinished: deque[tuple[Callable[[], None], torch.Tensor]] = deque()
+"""Copies that nobody needs any more: how to wait for each, and its memory on the device. Filled by finalizers, which
+may run in any thread and must not lock."""
 
 
-def _forget_finished() -> None:
-    for _ in range(len(_unfinished)):
-        event, memory = _unfinished.popleft()
-        if event is not None and not event.query():
-            _unfinished.append((event, memory))
+def _end_unfinished() -> None:
+    """Wait for them: a host that is ahead of its device would otherwise hold their memory until the step has ended.
+
+    The device does not run dry meanwhile. Whatever their graph did since is queued already.
+    """
+    while True:
+        try:
+            wait, _ = _unfinished.popleft()
+        except IndexError:  # be it that another thread was faster
+            return
+        wait()
 
 
 def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -251,7 +258,7 @@ class Activations:
         return end - start >= max(self.limits.small, 1) and storage_key(tensor) != 0
 
     def _stored(self, tensor: torch.Tensor, waiting: int) -> Stored:
-        _forget_finished()
+        _end_unfinished()
         self._forget_gone()
         storage = tensor.untyped_storage()
         start, end = _span(tensor)
@@ -302,7 +309,7 @@ class Activations:
             return packed.values()
         packed.check()
         with self._lock:
-            _forget_finished()
+            _end_unfinished()
             if not packed.stored.on_device():
                 packed.stored.bring_back()
             values = packed.values()
