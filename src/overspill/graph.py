@@ -88,7 +88,7 @@ def is_replaying() -> bool:
     return getattr(_thread, "replays", 0) > 0
 
 
-_LEAVE_TOGETHER = 64 * MIB
+_LEAVE_TOGETHER = 256 * MIB
 """Gradients of so many bytes leave at once. They take device memory until the last of them has been computed."""
 
 

@@ -166,14 +166,16 @@ class Residency:
             return slab
         with self._changed:
             self._begin_backward()
-            if line.last is not step:
+            is_new = line.last is not step  # else its block was computed once more, and has seen to what comes next
+            if is_new:
                 self._schedule.note(step, line)
             unit.users += 1
         try:
             with self._changed:
                 # Without waiting for room: a forward that is under way may be waiting for us.
                 self._ensure_fetched(unit, may_map=False, may_wait=False)
-                self._prefetch(line)
+                if is_new or self._lacked_room:
+                    self._prefetch(line)
             self._wait_for(root.path, [unit])
             with self._changed:
                 unit.bring_up_to_date()

@@ -126,23 +126,30 @@ class Frame:
 
     def _unpack(self, place: _Place) -> torch.Tensor:
         place.version.check()
+        backward = running_backward()
+        if backward is None or backward != self._filled_for or place.filled is None:
+            self._fill(backward, place)
+        self._asked += 1
+        if self._asked == max(len(self._places) // 2, 1):
+            # Not before: what takes most memory, in most blocks the end of them, is through by now.
+            self._keep.bring_next()
+        assert place.filled is not None
+        return place.filled.values()
+
+    def _fill(self, backward: int | None, place: _Place) -> None:
+        """Fill all places, unless another thread of this backward has done so meanwhile."""
         with self._lock:
-            backward = running_backward()
-            if place.filled is None or backward is None or backward != self._filled_for:
-                end = self.on_replay()
-                self._replay()
-                end()
-                self._filled_for, self._asked = backward, 0
-                if backward is not None:
-                    # A graph that is retained keeps its places, but not what is in them. Weakly: one that is not
-                    # retained is gone long before the end, and so must its inputs be.
-                    at_end_of_backward(partial(_empty, weakref.ref(self)))
-            self._asked += 1
-            if self._asked == max(len(self._places) // 2, 1):
-                # Not before: what takes most memory, in most blocks the end of them, is through by now.
-                self._keep.bring_next()
-            assert place.filled is not None
-            return place.filled.values()
+            if place.filled is not None and backward is not None and backward == self._filled_for:
+                return
+            end = self.on_replay()
+            self._replay()
+            end()
+            self._asked = 0
+            self._filled_for = backward  # last: `_unpack` looks at it without the lock
+            if backward is not None:
+                # A graph that is retained keeps its places, but not what is in them. Weakly: one that is not retained
+                # is gone long before the end, and so must its inputs be.
+                at_end_of_backward(partial(_empty, weakref.ref(self)))
 
     def empty(self) -> None:
         """Let go of all that was replayed."""
