@@ -871,10 +871,8 @@ def test_an_output_that_is_a_weight_outlives_its_model(tmp_path: Path) -> None:
     run_program(program)
 
 
-FORKS = """
+IN_CHILD = """
     import faulthandler, os, sys, torch
-    from pathlib import Path
-    from support import Net, aligned, loaded, save_checkpoint
 
     def in_child(work):
         child = os.fork()
@@ -887,6 +885,11 @@ FORKS = """
                 os._exit(1)
             os._exit(0)
         return os.waitpid(child, 0)[1]
+"""
+
+FORKS = """
+    from pathlib import Path
+    from support import Net, aligned, loaded, save_checkpoint
 
     torch.manual_seed(0)
     ids, x = torch.arange(24).view(2, 12), torch.randn(2, 32)
@@ -898,7 +901,7 @@ FORKS = """
 
 
 def run_forks(program: str, folder: Path, tier: str) -> None:
-    head = textwrap.dedent(FORKS).replace("FOLDER", repr(str(folder))).replace("TIER", repr(tier))
+    head = textwrap.dedent(IN_CHILD + FORKS).replace("FOLDER", repr(str(folder))).replace("TIER", repr(tier))
     run_program(head + textwrap.dedent(program))
 
 
@@ -928,6 +931,75 @@ def test_a_forked_childs_edits_are_its_own(tier: str, tmp_path: Path) -> None:
         assert torch.equal(model(ids), reference(ids))
     """
     run_forks(program, tmp_path, tier)
+
+
+def test_a_forked_childs_edits_of_trained_weights_on_disk_are_its_own() -> None:
+    program = """
+        import overspill
+        from torch import nn
+
+        def make():
+            torch.manual_seed(0)
+            return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+        reference, model, x = make(), make(), torch.randn(8, 64)
+        overspill.offload_training(model, weights="disk", activations=False)
+        before = model(x).detach()
+
+        def edit():
+            with torch.no_grad():
+                for net in (model, reference):
+                    net[0][0].weight.mul_(2)
+            assert not torch.equal(model(x), before)
+            assert torch.equal(model(x), reference(x)), "the child does not compute with its own edits"
+
+        assert in_child(edit) == 0
+        assert torch.equal(model[0][0].weight, reference[0][0].weight)
+        assert torch.equal(model(x), before)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x).sum().backward()
+        optimizer.step()
+        assert not torch.equal(model(x), before)
+        assert not torch.equal(model[0][0].weight, reference[0][0].weight)
+    """
+    run_program(textwrap.dedent(IN_CHILD) + textwrap.dedent(program))
+
+
+def test_a_forked_child_does_not_disturb_what_its_parent_saved_on_disk() -> None:
+    program = """
+        from overspill.errors import StateError
+        from overspill.training.activations import Activations, Limits
+
+        activations = Activations(torch.device("cpu"), Limits(small=0, held=0, ahead=0), to_disk=True)
+        with activations.saving():
+            saved = [value.requires_grad_() for value in torch.randn(4, 64, 64).unbind()]
+            results = [(value.exp() * 2).tanh() for value in saved]
+
+            def train():
+                for _ in range(3):
+                    mine = torch.randn(64, 64, requires_grad=True)
+                    loss = (mine.exp() * 2).tanh().sum()
+                    loss.backward()
+                    assert torch.equal(mine.grad, expected(mine))
+                try:
+                    results[0].sum().backward()
+                except StateError as error:
+                    assert "forked between a forward and its backward" in str(error)
+                else:
+                    raise AssertionError("what the parent saved may be gone")
+
+            def expected(value):
+                again = value.detach().requires_grad_()
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    (again.exp() * 2).tanh().sum().backward()
+                return again.grad
+
+            assert in_child(train) == 0
+        for value, result in zip(saved, results, strict=True):
+            result.sum().backward()
+            assert torch.equal(value.grad, expected(value))
+    """
+    run_program(textwrap.dedent(IN_CHILD) + textwrap.dedent(program))
 
 
 def test_a_child_forked_while_a_prefetch_is_on_its_way_does_not_wait_for_it(tmp_path: Path) -> None:

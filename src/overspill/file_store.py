@@ -13,8 +13,7 @@ class FileStore(HostStore):
     """A unit whose values lie in a file of its own, and are edited there.
 
     Its homes are tensors over the file's pages, so optimizers find ordinary CPU memory. The system brings in what they
-    touch, writes back what they edit, and keeps of it in memory what it has room for. Other than with memory, a forked
-    child has the same pages: what it edits, its parent sees.
+    touch, writes back what they edit, and keeps of it in memory what it has room for.
     """
 
     reads_disk = True

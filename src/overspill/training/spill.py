@@ -1,5 +1,6 @@
 """Saved tensors on disk: a file without a name, that ends with the process."""
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -9,6 +10,7 @@ import torch
 
 from overspill.config import MIB
 from overspill.devices import OUR_THREADS, buffer_of
+from overspill.errors import StateError
 from overspill.host_link import Departure
 from overspill.slab import HostPool, Slab
 from overspill.unnamed_file import UnnamedFile
@@ -23,6 +25,11 @@ class SpillFile:
     """Room for tensors in a temporary file, used again and again."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+        _files.add(self)
+
+    def begin_anew(self) -> None:
+        """Hold nothing: at first, and in a forked child, which has none of its parent's threads and shares its file."""
         self._file = UnnamedFile("saved tensors")
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -58,6 +65,17 @@ class SpillFile:
         self._file.read(buffer_of(memory), place)
 
 
+_files: "weakref.WeakSet[SpillFile]" = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    for file in list(_files):
+        file.begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 class Spilled:
     """The bytes of one departure, on their way to the file, in it, or on their way back."""
 
@@ -67,6 +85,7 @@ class Spilled:
         self._departure: Departure | None = departure
         self._written: Future[None] | None = None
         self._read: Future[Slab] | None = None
+        self._process = os.getpid()
 
     def start(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
@@ -84,15 +103,24 @@ class Spilled:
 
     def wait(self) -> None:
         """Wait until the bytes are in the file, and in host memory no more."""
+        self._refuse_in_child()
         assert self._written is not None
         self._written.result()
         self._departure = None
 
     def begin_to_read(self) -> None:
         """Have the bytes in host memory soon."""
+        self._refuse_in_child()
         if self._read is None:
             self.wait()
             self._read = self._threads.submit(self._fill)
+
+    def _refuse_in_child(self) -> None:
+        if os.getpid() != self._process:
+            raise StateError(
+                "this process was forked between a forward and its backward, and what the forward saved is in a file "
+                "of its parent's. Fork before the forward, or behind the backward"
+            )
 
     def _fill(self) -> Slab:
         slab = self._pool.take(self.nbytes)
