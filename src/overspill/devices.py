@@ -318,6 +318,14 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
+def current_stream_number(device: torch.device) -> int:
+    """Which stream this thread computes on: another number for each. A call that costs little."""
+    if device.type == "cuda":
+        return int(torch._C._cuda_getCurrentRawStream(device.index))
+    stream = current_stream(device)
+    return 0 if stream is None else stream.stream_id
+
+
 def keep_for(stream: torch.Stream, arena: Arena) -> None:
     """Once `arena` is freed, nobody gets its memory before `stream` is done with what it was asked to do until then."""
     if isinstance(arena, torch.Tensor):

@@ -61,14 +61,16 @@ class HostLink:
         with self._lock:
             self._make_way(ends[-1])
             host = self.pool.take(ends[-1])
-            storage, copies = host.memory.untyped_storage(), []
+            storage = host.memory.untyped_storage()
             stream = self._departures
             computed = record_event(self.device)
             with on_stream(stream), torch.inference_mode(False), torch.no_grad():
                 stream_waits(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
-                for source, start in zip(sources, [0, *ends], strict=False):
-                    copy = over(storage, source.dtype, start, source.shape, source.stride())
-                    copies.append(copy.copy_(source, non_blocking=True))  # laid out alike: the bytes as they are
+                copies = [
+                    over(storage, source.dtype, start, source.shape, source.stride())
+                    for source, start in zip(sources, [0, *ends], strict=False)
+                ]
+                torch._foreach_copy_(copies, list(sources), non_blocking=True)  # laid out alike: the bytes as they are
             left = record_event(self.device, stream)
             departure = Departure(sources, host, left)
             host.used_until(left)

@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from overspill.devices import CPU, Moment, at_end_of_backward, current_stream, record_event, running_backward
+from overspill.devices import CPU, Moment, at_end_of_backward, current_stream_number, record_event, running_backward
 from overspill.errors import CheckpointError
 from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
@@ -187,13 +187,13 @@ class Residency:
                 unit.users -= 1
                 self._changed.notify_all()
 
-    def _has_arrived_for(self, now: tuple[int, torch.Stream | None], unit: StreamedUnit) -> bool:
+    def _has_arrived_for(self, now: tuple[int, int], unit: StreamedUnit) -> bool:
         return unit.arrived_for == now and self._backward == now[0]
 
-    def _now(self) -> tuple[int, torch.Stream | None] | None:
+    def _now(self) -> tuple[int, int] | None:
         """Which backward this thread works for, and on which stream. Nothing where it works for none."""
         backward = running_backward()
-        return None if backward is None else (backward, current_stream(self.device))
+        return None if backward is None else (backward, current_stream_number(self.device))
 
     def _begin_backward(self) -> None:
         """Know which backward this is, and be told when it ends."""

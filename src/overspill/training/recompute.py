@@ -91,6 +91,7 @@ class Frame:
         self._places: list[weakref.ref[_Place]] = []
         self._filled_for: int | None = None
         self._asked = 0  # how many of the places, since they were filled
+        self._half = 0  # of them
         self._lock = threading.RLock()
         self.on_save: Callable[[torch.Tensor], None] = _ignore
         """Called for each tensor that the block saves."""
@@ -108,6 +109,7 @@ class Frame:
             yield
         if self._random is not None and not self._random.has_passed():
             self._random = None  # to go back and forth takes time, and a replay is what short steps wait for
+        self._half = max(len(self._places) // 2, 1)
         # Last, since backward needs them first: what is put aside comes back in the opposite order. A block that saved
         # nothing needs no inputs either.
         for each in self._inputs.values() if self._places else ():
@@ -130,7 +132,7 @@ class Frame:
         if backward is None or backward != self._filled_for or place.filled is None:
             self._fill(backward, place)
         self._asked += 1
-        if self._asked == max(len(self._places) // 2, 1):
+        if self._asked == self._half:
             # Not before: what takes most memory, in most blocks the end of them, is through by now.
             self._keep.bring_next()
         assert place.filled is not None
@@ -171,9 +173,7 @@ class Frame:
         del leaves
         filling = _Filling(self._places, self._refuse_difference)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(replaying())
-                stack.enter_context(torch.enable_grad())
+            with replaying(), torch.enable_grad(), ExitStack() as stack:
                 if self._random is not None:
                     stack.enter_context(self._random.again())
                 self._autocast.again(stack)
@@ -183,7 +183,7 @@ class Frame:
                 self._module(*args, **kwargs)
         except _EnoughError:
             pass
-        if filling.count < len(self._places):
+        if not filling.is_done:
             self._refuse_difference()
 
     def _refuse_difference(self) -> NoReturn:
@@ -212,19 +212,23 @@ class _Filling:
     """A replay's saved tensors on their way to their places."""
 
     def __init__(self, places: list["weakref.ref[_Place]"], refuse: Callable[[], NoReturn]) -> None:
-        self._places, self._refuse = places, refuse
-        self.count = 0
+        self._places, self._refuse = iter(places), refuse
+        self._left = len(places)
+
+    @property
+    def is_done(self) -> bool:
+        return self._left <= 0
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         saved = SavedTensor(tensor)
-        if self.count < len(self._places):
-            place = self._places[self.count]()
-            if place is not None:
-                if place.shape != tensor.shape or place.dtype != tensor.dtype:
-                    self._refuse()
-                place.filled = saved
-            self.count += 1
-        if self.count == len(self._places):
+        reference = next(self._places, None)
+        place = None if reference is None else reference()
+        if place is not None:
+            if place.shape != tensor.shape or place.dtype != tensor.dtype:
+                self._refuse()
+            place.filled = saved
+        self._left -= 1
+        if self._left <= 0:
             raise _EnoughError
         return saved
 
@@ -239,4 +243,5 @@ class _Autocast:
 
     def again(self, stack: ExitStack) -> None:
         for kind, enabled, dtype in self._settings:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
