@@ -79,3 +79,14 @@ def test_whoever_sends_waits_while_too_much_is_under_way(
         link.send([torch.zeros(1024, dtype=torch.uint8)])
         sent.append(marks[-1])
     assert [mark.waited_for for mark in sent] == [True] * (6 - under_way) + [False] * under_way
+
+
+def test_to_edit_one_copy_is_not_to_edit_the_others(device: str) -> None:
+    sources = [torch.randn(8, 8, device=device), torch.randn(4, device=device)]
+    departure, copies = HostLink(torch.device(device)).send(sources)
+    departure.wait()
+    before = copies[1]._version
+    copies[0].zero_()
+    assert copies[1]._version == before
+    assert copies[1]._base is None
+    assert torch.equal(copies[1], sources[1].cpu())

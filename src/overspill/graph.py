@@ -234,24 +234,22 @@ def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> Iterator[No
     """
     slabs = {slab.memory.untyped_storage()._cdata: (slab.layout, lender) for slab, lender in parts}
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    replayed = is_replaying()  # then no gradient will ask for a weight
+    pack_other, unpack_other = cast(tuple[_Hook, _Hook], outer or (SavedTensor, None))
+    note = _no_note if is_replaying() else _note
 
     def pack(tensor: torch.Tensor) -> Any:
         part = slabs.get(storage_key(tensor))
-        if part is not None:
-            return None if replayed else _note(tensor, *part)
-        if outer is not None:
-            return cast(_Hook, outer[0])(tensor)
-        return SavedTensor(tensor)
+        return pack_other(tensor) if part is None else note(tensor, *part)
 
-    def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, _SavedWeight | SavedTensor):  # whichever hooks of ours made it
-            return saved.values()
-        assert outer is not None
-        return cast(torch.Tensor, cast(_Hook, outer[1])(saved))
+    def unpack(saved: Any) -> Any:
+        # Whichever hooks of ours made it. This is asked for each tensor that a backward needs, so it must be quick.
+        return saved.values() if type(saved) in _OURS else unpack_other(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+_OURS = (_SavedWeight, SavedTensor)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -260,6 +258,10 @@ def storage_key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
         return 0
+
+
+def _no_note(tensor: torch.Tensor, layout: Layout | None, lender: Lender) -> None:
+    """In a replay no gradient asks for a weight."""
 
 
 def _note(tensor: torch.Tensor, layout: Layout | None, lender: Lender) -> _SavedWeight:

@@ -10,7 +10,6 @@ import torch
 from overspill.config import DEVICE_ALIGNMENT, MIB, align
 from overspill.devices import new_stream, on_stream, record_event, stream_waits
 from overspill.slab import HostPool, Slab
-from overspill.tensors import over
 
 IN_FLIGHT = 512 * MIB
 """Bytes that may be on their way to host memory at once, or two departures. What is on its way takes device memory."""
@@ -61,13 +60,13 @@ class HostLink:
         with self._lock:
             self._make_way(ends[-1])
             host = self.pool.take(ends[-1])
-            storage = host.memory.untyped_storage()
             stream = self._departures
             computed = record_event(self.device)
             with on_stream(stream), torch.inference_mode(False), torch.no_grad():
                 stream_waits(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
-                copies = [
-                    over(storage, source.dtype, start, source.shape, source.stride())
+                typed = {source.dtype: host.memory.view(source.dtype) for source in sources}
+                copies = [  # through .data, since views share a version: to edit one gradient is not to edit all
+                    typed[source.dtype].as_strided(source.shape, source.stride(), start // source.itemsize).data
                     for source, start in zip(sources, [0, *ends], strict=False)
                 ]
                 torch._foreach_copy_(copies, list(sources), non_blocking=True)  # laid out alike: the bytes as they are
