@@ -81,44 +81,6 @@ def test_whoever_sends_waits_while_too_much_is_under_way(
     assert [mark.waited_for for mark in sent] == [True] * (6 - under_way) + [False] * under_way
 
 
-def test_what_is_announced_is_sent_by_whoever_waits_for_it(marks: list[Mark]) -> None:
-    link = HostLink(CPU)
-    sources = [torch.randn(16) for _ in range(3)]
-    parcels = [link.announce([source]) for source in sources]
-    assert link.pool.nbytes == 0, "nothing was sent"
-    computed = marks[:]
-    (copy,) = parcels[1].arrive()
-    assert torch.equal(copy, sources[1])
-    left = marks[len(computed) :]
-    assert [mark.waited_for for mark in left] == [False, True, False], "all three are sent, in order"
-    for parcel, source in zip(parcels[::2], sources[::2], strict=True):
-        assert torch.equal(parcel.arrive()[0], source)
-    assert len(marks) == 6
-
-
-def test_what_is_announced_and_not_wanted_any_more_is_let_go(marks: list[Mark]) -> None:
-    link, source = HostLink(CPU), torch.randn(16)
-    alive = weakref.ref(source)
-    dropped, kept = link.announce([source]), link.announce([torch.ones(4)])
-    del dropped, source
-    assert alive() is None
-    assert torch.equal(kept.arrive()[0], torch.ones(4))
-    assert len(marks) == 3
-
-
-def test_whoever_announces_too_much_sends_it_and_waits(marks: list[Mark], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_link, "IN_FLIGHT", 4096)
-    link = HostLink(CPU)
-    parcels = []
-    for count in range(1, 9):
-        parcels.append(link.announce([torch.full((1024,), count, dtype=torch.uint8)]))
-        held = sum(parcel.nbytes for parcel in parcels if parcel.sources)
-        assert held + sum(departure.nbytes for departure in link._under_way) <= 4096
-    assert any(mark.waited_for for mark in marks)
-    for count, parcel in enumerate(parcels, 1):
-        assert torch.equal(parcel.arrive()[0], torch.full((1024,), count, dtype=torch.uint8))
-
-
 def test_to_edit_one_copy_is_not_to_edit_the_others(device: str) -> None:
     sources = [torch.randn(8, 8, device=device), torch.randn(4, device=device)]
     departure, copies = HostLink(torch.device(device)).send(sources)

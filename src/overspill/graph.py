@@ -9,22 +9,17 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 
 from overspill.config import MIB
-from overspill.devices import running_backward
-from overspill.host_link import HostLink, Parcel
+from overspill.host_link import Departure, HostLink
 from overspill.slab import Layout, Slab
 from overspill.tensors import is_dense, over
 
 # Gradients.
 #
 # Note: how a gradient gets home. Two nodes stand between a live weight and its home. The first runs where the weight
-# computed: it only notes what is to leave, and returns a stand-in. The second belongs to the CPU, so autograd runs it
-# in the thread that called backward, beside the one that feeds the device, which is what short steps wait for. There
-# the copy to pinned memory is started and waited for. Whatever comes behind it (accumulation, hooks,
-# `torch.autograd.grad`) sees complete values, and all has arrived when backward returns. Each pair of nodes serves
-# several weights of a unit.
-
-UnderWay = dict[int | None, tuple[Parcel, Sequence[int]]]
-"""By the backward that they are of: gradients that have been computed, and which of the weights they belong to."""
+# computed: it starts the copy to pinned memory and returns that memory at once. The second belongs to the CPU, so
+# autograd runs it in the thread that called backward, beside the one that feeds the device: there we wait for the copy.
+# Whatever comes behind it (accumulation, hooks, `torch.autograd.grad`) sees complete values, and all has arrived when
+# backward returns. Each pair of nodes serves several weights of a unit: the interpreter is what short steps wait for.
 
 
 class _Leave(torch.autograd.Function):
@@ -32,11 +27,10 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, lives: list[torch.Tensor], under_way: UnderWay, link: HostLink, *homes: torch.Tensor
+        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], link: HostLink, *homes: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a weight that no loss depends on gets no gradient
         ctx.under_way, ctx.link = under_way, link
-        ctx.stand_ins = [home.detach() for home in homes]
         ctx.device = homes[0].device
         return tuple(lives)
 
@@ -52,9 +46,10 @@ class _Leave(torch.autograd.Function):
             else:
                 leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
         if leaving:
-            ctx.under_way[running_backward()] = ctx.link.announce(list(leaving.values())), tuple(leaving)
-            for index in leaving:
-                arriving[index] = ctx.stand_ins[index]
+            departure, copies = ctx.link.send(list(leaving.values()))
+            ctx.under_way.append(departure)
+            for index, copy in zip(leaving, copies, strict=True):
+                arriving[index] = copy
         return None, None, None, *arriving
 
 
@@ -62,20 +57,17 @@ class _Arrive(torch.autograd.Function):
     """The homes' side. What it gives are only the shapes of the homes: `_Leave` replaces them with live weights."""
 
     @staticmethod
-    def forward(ctx: Any, under_way: UnderWay, *homes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, under_way: list[Departure], *homes: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.under_way = under_way
         with torch._C.DisableTorchFunctionSubclass():  # where they are, not where they act as if they were
-            return tuple(torch.zeros((), dtype=home.dtype, device=home.device).expand(home.shape) for home in homes)
+            return tuple(torch.empty((), dtype=home.dtype, device=home.device).expand(home.shape) for home in homes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        arrived = list(gradients)
-        parcel, indices = ctx.under_way.pop(running_backward(), (None, ()))
-        if parcel is not None:
-            for index, copy in zip(indices, parcel.arrive(), strict=True):
-                arrived[index] = copy
-        return None, *arrived
+        while ctx.under_way:
+            ctx.under_way.pop().wait()
+        return None, *gradients
 
 
 _thread = threading.local()
@@ -107,7 +99,7 @@ def onload(homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], link: H
     shown: list[torch.Tensor] = []
     while len(shown) < len(homes):
         together = slice(len(shown), len(shown) + _how_many_together(homes[len(shown) :]))
-        under_way: UnderWay = {}
+        under_way: list[Departure] = []
         shapes = _Arrive.apply(under_way, *homes[together])  # type: ignore[no-untyped-call]
         shown += _Leave.apply(list(lives[together]), under_way, link, *shapes)  # type: ignore[no-untyped-call]
     return shown

@@ -1,7 +1,6 @@
 """Bytes on their way from a device to host memory, and back: what training leaves there for a while."""
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Collection
 from itertools import accumulate
@@ -38,24 +37,6 @@ class Departure:
         self._sources = ()
 
 
-class Parcel:
-    """Tensors on a device that are to leave it as soon as a thread has the time to send them."""
-
-    def __init__(self, link: "HostLink", sources: Collection[torch.Tensor], computed: torch.Event | None) -> None:
-        self._link, self.sources, self.computed = link, sources, computed
-        self.nbytes = sum(source.nbytes for source in sources)
-        self.sent: tuple[Departure, list[torch.Tensor]] | None = None
-
-    def arrive(self) -> list[torch.Tensor]:
-        """Wait until they are in host memory."""
-        self._link.send_announced(self)
-        assert self.sent is not None
-        departure, copies = self.sent
-        self.sent = None  # whoever gets the copies should be the only one to have them
-        departure.wait()
-        return copies
-
-
 class HostLink:
     """What leaves one device for host memory and may come back: pinned memory for it, and a stream each way.
 
@@ -67,7 +48,6 @@ class HostLink:
         self.pool = HostPool(device)
         self._departures, self._returns = new_stream(device), new_stream(device)
         self._under_way: deque[Departure] = deque()
-        self._announced: deque[weakref.ref[Parcel]] = deque()  # not sent yet
         self._lock = threading.Lock()
 
     def send(self, sources: Collection[torch.Tensor]) -> tuple[Departure, list[torch.Tensor]]:
@@ -76,59 +56,26 @@ class HostLink:
         Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
         Returns also the copies, which have their values once the departure has ended. They share one slab.
         """
-        computed = record_event(self.device)
-        with self._lock:
-            return self._send(sources, computed)
-
-    def announce(self, sources: Collection[torch.Tensor]) -> Parcel:
-        """Have dense tensors sent by whoever waits for them to arrive.
-
-        Sends them here, and waits, only where too much is under way: see `send`.
-        """
-        parcel = Parcel(self, sources, record_event(self.device))
-        before = [announced for reference in list(self._announced) if (announced := reference()) is not None]
-        here = sum(each.nbytes for each in before) + sum(each.nbytes for each in list(self._under_way))
-        if here + parcel.nbytes > IN_FLIGHT:
-            with self._lock:
-                self._send_announced()
-                self._make_way(parcel.nbytes)
-        self._announced.append(weakref.ref(parcel))
-        return parcel
-
-    def send_announced(self, parcel: Parcel) -> None:
-        """See that `parcel` has been sent, and what was announced with it."""
-        with self._lock:
-            if parcel.sent is None:
-                self._send_announced()
-
-    def _send_announced(self) -> None:
-        while self._announced:
-            parcel = self._announced.popleft()()
-            if parcel is not None:  # else its backward has failed
-                parcel.sent = self._send(parcel.sources, parcel.computed)
-                parcel.sources = ()
-
-    def _send(
-        self, sources: Collection[torch.Tensor], computed: torch.Event | None
-    ) -> tuple[Departure, list[torch.Tensor]]:
         ends = list(accumulate(align(source.nbytes, DEVICE_ALIGNMENT) for source in sources))
-        self._make_way(ends[-1])
-        host = self.pool.take(ends[-1])
-        stream = self._departures
-        with on_stream(stream), torch.inference_mode(False), torch.no_grad():
-            stream_waits(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
-            typed = {source.dtype: host.memory.view(source.dtype) for source in sources}
-            copies = [  # through .data, since views share a version: to edit one gradient is not to edit all
-                typed[source.dtype].as_strided(source.shape, source.stride(), start // source.itemsize).data
-                for source, start in zip(sources, [0, *ends], strict=False)
-            ]
-            torch._foreach_copy_(copies, list(sources), non_blocking=True)  # laid out alike: the bytes as they are
-        left = record_event(self.device, stream)
-        departure = Departure(sources, host, left)
-        host.used_until(left)
-        if left is not None:
-            self._under_way.append(departure)
-        return departure, copies
+        with self._lock:
+            self._make_way(ends[-1])
+            host = self.pool.take(ends[-1])
+            stream = self._departures
+            computed = record_event(self.device)
+            with on_stream(stream), torch.inference_mode(False), torch.no_grad():
+                stream_waits(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
+                typed = {source.dtype: host.memory.view(source.dtype) for source in sources}
+                copies = [  # through .data, since views share a version: to edit one gradient is not to edit all
+                    typed[source.dtype].as_strided(source.shape, source.stride(), start // source.itemsize).data
+                    for source, start in zip(sources, [0, *ends], strict=False)
+                ]
+                torch._foreach_copy_(copies, list(sources), non_blocking=True)  # laid out alike: the bytes as they are
+            left = record_event(self.device, stream)
+            departure = Departure(sources, host, left)
+            host.used_until(left)
+            if left is not None:
+                self._under_way.append(departure)
+            return departure, copies
 
     def _forget_ended(self) -> None:
         """Let go of what has been copied."""

@@ -6,14 +6,11 @@ Whoever reads before a copy has ended, or frees too early, finds NaN.
 import contextlib
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import overspill
 from overspill import host_link, slab, transfer
 from overspill.devices import CPU, HostPages, host_bytes, on_stream
 from overspill.training.activations import Activations, Limits
@@ -112,29 +109,6 @@ def test_each_copy_begins_where_it_is_made_slow(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_training_has_the_same_bits(device: str, strategy: str, copies: str) -> None:
     compare(Net, device, STRATEGIES[strategy], steps=5)
-
-
-@pytest.mark.gpu
-def test_two_backwards_of_one_graph_at_once_do_not_mix_their_gradients() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))).to("cuda:0")
-    x = torch.randn(8, 64, device="cuda:0")
-
-    def gradients(output: torch.Tensor, factor: int) -> list[torch.Tensor]:
-        seed = torch.full_like(output, float(factor))
-        found = torch.autograd.grad(output, list(model.parameters()), seed, retain_graph=True)
-        return [gradient.cpu() for gradient in found]
-
-    output = model(x)
-    expected = [gradients(output, factor) for factor in range(4)]
-    del output
-    overspill.offload_training(model, weights=True, activations=False)
-    output = model(x)
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(10):
-            found = list(threads.map(gradients, [output] * 4, range(4)))
-            for mine, theirs in zip(found, expected, strict=True):
-                assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.gpu
