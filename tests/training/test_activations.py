@@ -274,7 +274,7 @@ def test_memory_is_free_when_the_graph_is_gone(device: str, activations: Activat
     assert sum(pool.nbytes - pool.free_bytes() for pool in pools) <= 4 * 64 * 64 * 4
     assert len(activations._order) <= 9
     if activations.file is not None:
-        assert activations.file.nbytes <= 40 * 64 * 64 * 4  # of 81: a thread may have what it wrote for a moment yet
+        assert activations.file.nbytes <= 16 * 64 * 64 * 4  # of 81: four threads may have what they wrote last yet
 
 
 @pytest.mark.gpu

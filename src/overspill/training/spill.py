@@ -26,11 +26,15 @@ class SpillFile:
 
     def __init__(self) -> None:
         self.begin_anew()
+        self._file: UnnamedFile | None = UnnamedFile("saved tensors")
         _files.add(self)
 
     def begin_anew(self) -> None:
-        """Hold nothing: at first, and in a forked child, which has none of its parent's threads and shares its file."""
-        self._file = UnnamedFile("saved tensors")
+        """Hold nothing: at first, and in a forked child, which has none of its parent's threads and shares its file.
+
+        Most children save nothing: one gets a file of its own with its first tensor.
+        """
+        self._file = None
         self._free: dict[int, list[int]] = {}
         self._end = 0
         self._lock = threading.Lock()
@@ -49,6 +53,8 @@ class SpillFile:
                 self._writing[0].is_written() or sum(each.nbytes for each in self._writing) > _IN_FLIGHT
             ):
                 self._writing.popleft().wait()
+            if self._file is None:
+                self._file = UnnamedFile("saved tensors")
             places = self._free.setdefault(departure.nbytes, [])
             place = places.pop() if places else self._end
             self._end = max(self._end, place + departure.nbytes)
@@ -59,9 +65,11 @@ class SpillFile:
         return spilled
 
     def write(self, memory: torch.Tensor, place: int) -> None:
+        assert self._file is not None
         self._file.write(buffer_of(memory), place)
 
     def read(self, memory: torch.Tensor, place: int) -> None:
+        assert self._file is not None
         self._file.read(buffer_of(memory), place)
 
 
