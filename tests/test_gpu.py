@@ -14,7 +14,7 @@ import overspill
 from overspill.checkpoint.reader import FileReader
 from overspill.errors import StateError
 from overspill.managed import managed
-from overspill.slab import Window
+from overspill.slab import Slab, Window
 from overspill.transfer import Transfer
 from support import TIERS, Net, aligned, loaded, placed, run, save_checkpoint, streamed_units
 
@@ -104,6 +104,13 @@ def poisoned_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
         return slab
 
     monkeypatch.setattr(Window, "take", poisoned)
+    pass_on = Window.pass_on
+
+    def poisoned_and_passed_on(self: Window, slab: Slab) -> bool:
+        slab.memory.fill_(255)
+        return pass_on(self, slab)
+
+    monkeypatch.setattr(Window, "pass_on", poisoned_and_passed_on)
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from overspill.checkpoint.index import SourceFile
 from overspill.devices import CPU, Arena, new_arena
 from overspill.errors import CheckpointReadError
 from overspill.recording import COMPUTE, WAIT, Recording
-from overspill.residency import Residency, Use
+from overspill.residency import Loan, Residency, Use
 from overspill.schedule import Line, Schedule
 from overspill.slab import Layout, Slab, Window
-from overspill.steps import Root
+from overspill.steps import Phase, Root
 from overspill.streamed import StreamedUnit
 from overspill.tensors import Place, TensorSpec
 from overspill.transfer import DEMANDED, Fetch, Transfer
@@ -110,8 +110,8 @@ class Shelf:
 class Patience(threading.Condition):
     """A condition whose waits end when they are notified, not before: who forgets to notify is found out."""
 
-    def __init__(self, when_waiting: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(self, lock: threading.RLock, when_waiting: Callable[[], None]) -> None:
+        super().__init__(lock)
         self._when_waiting = when_waiting
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -156,7 +156,8 @@ class Stage:
                 pass
 
     def lend(self, name: str) -> Slab:
-        return self.residency.lend(self.roots[name], self.units[name])
+        step = self.residency._steps[self.roots[name], Phase.BACKWARD]
+        return Loan(self.residency, step, self.units[name]).lend()
 
     def backward(self, names: str) -> None:
         """A backward that needs these units, one after the other."""
@@ -193,7 +194,7 @@ class Stage:
 
     def when_waiting(self, do: Callable[[], None]) -> None:
         """Have `do` called when a thread waits for room, and let that thread wait until it is told that there is."""
-        self.residency._changed = Patience(do)
+        self.residency._changed = Patience(self.residency.lock, do)
 
 
 def in_a_backward(work: Callable[[], object]) -> None:
@@ -567,12 +568,14 @@ def test_a_backward_fetches_ahead() -> None:
 
 def test_one_backward_asks_for_a_unit_once_however_many_tensors_it_needs_of_it() -> None:
     stage = Stage(alike("ab"), window=2)
+    with torch.enable_grad():
+        stage.call("ab")
     slabs: list[Slab] = []
-    in_a_backward(lambda: slabs.extend(stage.lend(name) for name in "aabb"))
-    assert slabs == [stage.units[name].slab for name in "aabb"]
-    assert stage.residency.counts.needed == 2
-    stage.backward("b")
-    assert stage.residency.counts.needed == 3
+    in_a_backward(lambda: slabs.extend(stage.lend(name) for name in "bbaa"))
+    assert slabs == [stage.units[name].slab for name in "bbaa"]
+    assert stage.residency.counts.needed == 4
+    stage.backward("a")
+    assert stage.residency.counts.needed == 5
 
 
 def test_a_unit_that_was_dropped_in_the_middle_of_a_backward_comes_again() -> None:

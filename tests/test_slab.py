@@ -1,14 +1,15 @@
 """Slabs of a window, used for longer than any test of a model lasts: what is remembered of them must not grow."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from overspill import slab
-from overspill.slab import HostPool, Slab, Window
+from overspill.slab import HostPool, Layout, Slab, Window, extra_slab
+from overspill.tensors import TensorSpec
 
 KIB = 1024
 
@@ -151,3 +152,69 @@ def test_what_another_thread_adds_while_the_passed_are_forgotten_is_not_lost() -
     taken.uses = Shared([passed])
     taken.used_until(used)  # type: ignore[arg-type]
     assert list(taken.uses) == [arrived, used]
+
+
+# Slabs that go from one unit to the next as they are.
+
+LAYOUT = Layout.of([TensorSpec((4, 8), torch.float32), TensorSpec((16,), torch.float32)])
+
+
+def filled_slab(window: Window) -> Slab:
+    taken = window.take(LAYOUT.nbytes)
+    assert taken is not None
+    taken.layout = LAYOUT
+    taken.tensors()
+    return taken
+
+
+def test_whoever_gets_a_slab_as_it_is_waits_for_all_that_used_it(clock: Clock) -> None:
+    window = Window(64 * KIB, torch.device("cpu"))
+    passed = filled_slab(window)
+    tensors, used = passed.tensors(), clock.record(window.device)
+    passed.uses.append(used)  # type: ignore[arg-type]
+    assert window.pass_on(passed)
+    waits: list[Any] = passed.overwrite_after
+    assert [mark.number for mark in waits] == [used.number, clock.recorded]
+    assert passed.uses == []
+    assert passed.tensors() is tensors
+    passed.uses.append(used)  # type: ignore[arg-type]
+    del passed, tensors
+    whole = window.take(64 * KIB)
+    assert whole is not None, "the range is free when nobody has the slab any more"
+    assert clock.behind == 0 or used in whole.overwrite_after
+
+
+KEEPERS: dict[str, Callable[[Slab], object]] = {
+    "the bytes": lambda kept: kept.memory[:4],
+    "a tensor": lambda kept: kept.tensors()[1],
+    "a view of a tensor": lambda kept: kept.tensors()[0].t(),
+    "a detached tensor": lambda kept: kept.tensors()[0].detach(),
+    "a graph": lambda kept: torch.ones(16, requires_grad=True) * kept.tensors()[1],
+}
+
+
+@pytest.mark.parametrize("what", KEEPERS)
+def test_a_slab_that_somebody_has_a_part_of_stays_theirs(what: str) -> None:
+    window = Window(64 * KIB, torch.device("cpu"))
+    taken = filled_slab(window)
+    part = KEEPERS[what](taken)
+    assert not window.pass_on(taken)
+    del part
+    assert window.pass_on(taken)
+
+
+def test_a_slab_is_not_passed_on_before_it_has_tensors_or_from_outside_the_window() -> None:
+    window = Window(64 * KIB, torch.device("cpu"))
+    taken = window.take(LAYOUT.nbytes)
+    assert taken is not None
+    assert not window.pass_on(taken)
+    extra = extra_slab(LAYOUT.nbytes, torch.device("cpu"), [])
+    extra.layout = LAYOUT
+    extra.tensors()
+    assert not window.pass_on(extra)
+
+
+def test_units_alike_have_one_layout() -> None:
+    assert Layout.of(list(LAYOUT.specs)) is LAYOUT
+    transposed = TensorSpec((4, 8), torch.float32, (1, 4))
+    assert Layout.of([transposed, LAYOUT.specs[1]]) is not LAYOUT, "their elements lie in another order"

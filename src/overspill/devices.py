@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -301,7 +301,25 @@ def new_stream(device: torch.device) -> torch.Stream | None:
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
     """Within, this thread's work is queued on `stream`. The CPU has none, and does at once what it is asked."""
-    return nullcontext() if stream is None else stream
+    return _AS_IT_IS if stream is None else stream
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Within, inference mode is off. Costs nothing where it is."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+def without_autograd() -> AbstractContextManager[object]:
+    """Within, inference mode and gradients are off. Costs nothing where they are, as in most backwards."""
+    if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return _AS_IT_IS
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
+_AS_IT_IS = nullcontext()
 
 
 def record_event(device: torch.device, stream: torch.Stream | None = None) -> torch.Event | None:
@@ -318,12 +336,11 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
-def current_stream_number(device: torch.device) -> int:
-    """Which stream this thread computes on: another number for each. A call that costs little."""
-    if device.type == "cuda":
-        return int(torch._C._cuda_getCurrentRawStream(device.index))
-    stream = current_stream(device)
-    return 0 if stream is None else stream.stream_id
+def stream_numbers(device: torch.device) -> Callable[[], int]:
+    """What tells which stream of `device` a thread computes on: another number for each. It costs next to nothing."""
+    if device.type == "cpu":
+        return lambda: 0
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 def keep_for(stream: torch.Stream, arena: Arena) -> None:
@@ -415,10 +432,16 @@ class RandomState:
             now._draw_from_here()
 
 
+NO_BACKWARD = -1
+
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward of autograd the calling thread works for, or NO_BACKWARD. It costs next to nothing."""
+
+
 def running_backward() -> int | None:
     """Which backward of autograd the calling thread works for, if it does."""
-    task = torch._C._current_graph_task_id()
-    return None if task == -1 else task
+    number = backward_number()
+    return None if number == NO_BACKWARD else number
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
@@ -428,4 +451,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def storage_users(storage: torch.UntypedStorage) -> int:
     """How many tensors and arrays share `storage`, with `storage` itself counted in."""
-    return torch._C._storage_Use_Count(storage._cdata)
+    return users_counter(storage)()
+
+
+def users_counter(storage: torch.UntypedStorage) -> Callable[[], int]:
+    """What tells that each time it is called, while `storage` lives. It costs next to nothing."""
+    return functools.partial(torch._C._storage_Use_Count, storage._cdata)

@@ -34,11 +34,15 @@ class Gate:
     def enter(self, ticket: Ticket) -> None:
         """A call begins. `leave` must follow, also if this fails."""
         with self._free:
-            if not self.is_inside(ticket.thread):
-                self._free.wait_for(lambda: not self._waiting, timeout=_COURTESY)
-            self._free.wait_for(lambda: self._changing is None or self._changing.thread == ticket.thread)
+            if self._waiting or self._changing is not None:
+                self._wait_for_changes(ticket)
             ticket.is_through = True  # first: an interrupt may come in between
             self._calls.add(ticket)
+
+    def _wait_for_changes(self, ticket: Ticket) -> None:
+        if not self.is_inside(ticket.thread):
+            self._free.wait_for(lambda: not self._waiting, timeout=_COURTESY)
+        self._free.wait_for(lambda: self._changing is None or self._changing.thread == ticket.thread)
 
     def leave(self, ticket: Ticket) -> None:
         """A call ends."""

@@ -73,13 +73,13 @@ class _Arrive(torch.autograd.Function):
 _thread = threading.local()
 
 
-@contextmanager
-def replaying() -> Iterator[None]:
+class Replaying:
     """Within, this thread computes a block once more, for what its operations save: no gradient will flow back."""
-    _thread.replays = getattr(_thread, "replays", 0) + 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _thread.replays = getattr(_thread, "replays", 0) + 1
+
+    def __exit__(self, *exception: object) -> None:
         _thread.replays -= 1
 
 
@@ -132,8 +132,10 @@ class Version:
     one that is detached and emptied goes on counting the edits of the first.
     """
 
+    __slots__ = ("_counter", "_expected", "shape")
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape = tensor.shape
+        self.shape = tensor.shape
         self._counter: torch.Tensor | None = None
         if not tensor.is_inference():  # those have no version, and cannot be edited
             self._counter = tensor.detach()
@@ -142,9 +144,10 @@ class Version:
 
     def check(self) -> None:
         """Raise as autograd does if the tensor was edited."""
-        if self._counter is not None and self._counter._version != self._expected:
+        counter = self._counter
+        if counter is not None and counter._version != self._expected:
             refuse_edited(
-                f"a tensor of shape {list(self._shape)} is at version {self._counter._version}; "
+                f"a tensor of shape {list(self.shape)} is at version {counter._version}; "
                 f"expected version {self._expected} instead"
             )
 
@@ -173,8 +176,8 @@ def refuse_edited(what: str) -> NoReturn:
 class Lender(Protocol):
     """Whoever brings a streamed unit's bytes back to the device for its backward."""
 
-    def lend(self) -> Slab:
-        """The unit's bytes, arrived as far as the current stream is concerned."""
+    def weight(self, index: int, version: int) -> torch.Tensor:
+        """A weight, arrived as far as the current stream is concerned. Raises if it is not at `version` any more."""
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
@@ -191,16 +194,20 @@ class _SavedWeight:
     offset: int  # in bytes, from where the weight begins
     stride: tuple[int, ...]
     version: int
+    is_conj: bool
+    is_neg: bool
 
     def values(self) -> torch.Tensor:
-        if self.lender.version(self.index) != self.version:
-            refuse_edited(f"an offloaded weight of shape {list(self.shape)} was edited between forward and backward")
-        whole = self.lender.lend().tensors()[self.index]
+        whole = self.lender.weight(self.index, self.version)
         if whole.dtype is self.dtype:
             start = int(whole.storage_offset()) + self.offset // self.dtype.itemsize
-            return whole.as_strided(self.shape, self.stride, start)
-        start = int(whole.storage_offset()) * whole.itemsize + self.offset
-        return over(whole.untyped_storage(), self.dtype, start, self.shape, self.stride)
+            view = whole.as_strided(self.shape, self.stride, start)
+        else:
+            start = int(whole.storage_offset()) * whole.itemsize + self.offset
+            view = over(whole.untyped_storage(), self.dtype, start, self.shape, self.stride)
+        if self.is_conj:  # its bytes are those of the weight: whoever reads them conjugates, or negates
+            view = view.conj()
+        return torch._neg_view(view) if self.is_neg else view
 
 
 class SavedTensor:
@@ -215,12 +222,13 @@ class SavedTensor:
 
     def values(self) -> torch.Tensor:
         """The tensor, if it is what it was."""
-        if self._version is not None and self._tensor._version != self._version:
+        tensor = self._tensor
+        if self._version is not None and tensor._version != self._version:
             refuse_edited(
-                f"a tensor of shape {list(self._tensor.shape)} is at version {self._tensor._version}; "
+                f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; "
                 f"expected version {self._version} instead"
             )
-        return self._tensor
+        return tensor
 
 
 _Hook = Callable[[Any], Any]
@@ -232,14 +240,20 @@ def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> Iterator[No
 
     Only the innermost hooks are called, so everything else is passed on to the hooks around (activation checkpointing).
     """
-    slabs = {slab.memory.untyped_storage()._cdata: (slab.layout, lender) for slab, lender in parts}
+    slabs = [(slab.memory.data_ptr(), slab.memory.nbytes, slab.layout, lender) for slab, lender in parts]
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack_other, unpack_other = cast(tuple[_Hook, _Hook], outer or (SavedTensor, None))
     note = _no_note if is_replaying() else _note
 
     def pack(tensor: torch.Tensor) -> Any:
-        part = slabs.get(storage_key(tensor))
-        return pack_other(tensor) if part is None else note(tensor, *part)
+        try:
+            address = tensor.data_ptr()  # quicker than to ask for its storage
+        except RuntimeError:  # sparse tensors and some subclasses have no memory of the usual sort
+            return pack_other(tensor)
+        for start, nbytes, layout, lender in slabs:
+            if 0 <= address - start < nbytes:
+                return note(tensor, address - start, layout, lender)
+        return pack_other(tensor)
 
     def unpack(saved: Any) -> Any:
         # Whichever hooks of ours made it. This is asked for each tensor that a backward needs, so it must be quick.
@@ -260,13 +274,13 @@ def storage_key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _no_note(tensor: torch.Tensor, layout: Layout | None, lender: Lender) -> None:
+def _no_note(tensor: torch.Tensor, start: int, layout: Layout | None, lender: Lender) -> None:
     """In a replay no gradient asks for a weight."""
 
 
-def _note(tensor: torch.Tensor, layout: Layout | None, lender: Lender) -> _SavedWeight:
+def _note(tensor: torch.Tensor, start: int, layout: Layout | None, lender: Lender) -> _SavedWeight:
     assert layout is not None
-    start = int(tensor.storage_offset()) * tensor.element_size()
     index = layout.index_at(start)
     offset, version = start - layout.offsets[index], lender.version(index)
-    return _SavedWeight(lender, index, tensor.dtype, tensor.shape, offset, tensor.stride(), version)
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return _SavedWeight(lender, index, tensor.dtype, tensor.shape, offset, tensor.stride(), version, *lazy)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.reader import RangeReader
 from overspill.config import HOST_ALIGNMENT, align
-from overspill.devices import CPU, buffer_of, storage_users
+from overspill.devices import CPU, buffer_of, users_counter
 from overspill.errors import StateError
 from overspill.tensors import TensorSpec
 
@@ -180,15 +180,16 @@ class HostSlot:
         with torch._C.DisableTorchFunctionSubclass():
             self._address = home.data_ptr()
             self._storage = home.untyped_storage()
-        self._unshared = storage_users(self._storage)  # nobody outside holds an alias yet
+        self._users = users_counter(self._storage)
+        self._unshared = self._users()  # nobody outside holds an alias yet
 
     def shared(self) -> bool:
         """Whether an alias is alive somewhere: it may be written through at any time, unseen."""
-        return storage_users(self._storage) > self._unshared
+        return self._users() > self._unshared
 
     def stamp(self, home: torch.Tensor) -> object:
         """Equal to an earlier stamp only if nobody can have changed the values since."""
-        if self.shared() or home.data_ptr() != self._address:
+        if self._users() > self._unshared or home.data_ptr() != self._address:
             return object()
         return self.uses, home._version
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from overspill.config import DEVICE_ALIGNMENT, MIB, align
-from overspill.devices import new_stream, on_stream, record_event, stream_waits
+from overspill.devices import new_stream, on_stream, record_event, stream_waits, without_autograd
 from overspill.slab import HostPool, Slab
 
 IN_FLIGHT = 512 * MIB
@@ -62,9 +62,9 @@ class HostLink:
             host = self.pool.take(ends[-1])
             stream = self._departures
             computed = record_event(self.device)
-            with on_stream(stream), torch.inference_mode(False), torch.no_grad():
+            with on_stream(stream), without_autograd():
                 stream_waits(stream, [*host.overwrite_after, *([] if computed is None else [computed])])
-                typed = {source.dtype: host.memory.view(source.dtype) for source in sources}
+                typed = {dtype: host.memory.view(dtype) for dtype in {source.dtype for source in sources}}
                 copies = [  # through .data, since views share a version: to edit one gradient is not to edit all
                     typed[source.dtype].as_strided(source.shape, source.stride(), start // source.itemsize).data
                     for source, start in zip(sources, [0, *ends], strict=False)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+_NO_TENSORS = frozenset({bool, int, float, str})
+
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor], skip: Collection[str] = ()) -> Any:
     """`value` with each tensor in it replaced by `function` of it; the very same object if none was replaced.
@@ -15,12 +17,14 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor], sk
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if value is None or type(value) in _NO_TENSORS:  # most arguments: all of them are looked at in each call
+        return value
     if isinstance(value, tuple | list):
         items = [map_tensors(item, function, skip) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         return _mapped(value, dict(value), function, skip)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}

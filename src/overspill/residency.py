@@ -8,8 +8,18 @@ from itertools import islice
 
 import torch
 
-from overspill.devices import CPU, Moment, at_end_of_backward, current_stream_number, record_event, running_backward
+from overspill.devices import (
+    CPU,
+    NO_BACKWARD,
+    Moment,
+    at_end_of_backward,
+    backward_number,
+    record_event,
+    running_backward,
+    stream_numbers,
+)
 from overspill.errors import CheckpointError
+from overspill.graph import refuse_edited
 from overspill.mapping import MappedSlab
 from overspill.recording import WAIT, Counts, Stopwatch
 from overspill.schedule import Line, Schedule
@@ -36,16 +46,35 @@ class Use:
 class Loan:
     """A unit's bytes, to be had again in the backward of one call of a root."""
 
-    def __init__(self, residency: "Residency", root: Root, unit: StreamedUnit) -> None:
-        self._residency, self._root, self._unit = residency, root, unit
+    __slots__ = ("_residency", "_step", "_unit")
+
+    def __init__(self, residency: "Residency", step: Step, unit: StreamedUnit) -> None:
+        self._residency, self._step, self._unit = residency, step, unit
+
+    def weight(self, index: int, version: int) -> torch.Tensor:
+        """A weight, arrived as far as the current stream is concerned. Raises if it is not at `version` any more.
+
+        A backward asks for each weight of a block, one right after the other, and short steps wait for that.
+        """
+        residency, unit = self._residency, self._unit
+        with residency.lock:  # another thread may be dropping the unit meanwhile
+            now = unit.version(index)
+        if now != version:
+            shape = list(unit.store.layout.specs[index].shape)
+            refuse_edited(f"an offloaded weight of shape {shape} was edited between forward and backward")
+        return self.lend().tensors()[index]
 
     def lend(self) -> Slab:
-        """The unit's bytes, arrived as far as the current stream is concerned."""
-        return self._residency.lend(self._root, self._unit)
+        """The unit's bytes, arrived as far as the current stream is concerned. They live as long as views of them."""
+        slab = self._unit.slab  # before it is asked what has arrived: whoever drops the unit meanwhile does that first
+        if slab is not None and self._residency.is_at(self._step, self._unit):
+            return slab
+        return self._residency.lend(self._step, self._unit)
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
-        return self._residency.version(self._unit, index)
+        with self._residency.lock:
+            return self._unit.version(index)
 
 
 class Residency:
@@ -63,9 +92,11 @@ class Residency:
         self._schedule = Schedule(self._steps.guess())
         self._trained: Line[Step] | None = None  # of the thread that ran the last forward with gradients
         self._backward: int | None = None  # the backward that was served last
+        self._stream = stream_numbers(self.device)
         self._pass = 0  # of training: a forward and its backward
         self._two_sources = len({unit.store.reads_disk for unit in self._units}) > 1
-        self._changed = threading.Condition()
+        self.lock = threading.RLock()  # of all that is here, and of the units
+        self._changed = threading.Condition(self.lock)
         self._draining: list[Fetch] = []
         self._lacked_room = False  # of something that was to be fetched ahead
         self._running = 0  # uses by calls that are under way and do not themselves wait for room
@@ -73,7 +104,7 @@ class Residency:
 
     def acquire(self, use: "Use") -> None:
         """Let the root's modules show tensors on the compute device. `release` must follow, also if this fails."""
-        root = use.root
+        root, now = use.root, self._now()
         with self._changed:
             line = self._line()
             if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
@@ -89,14 +120,18 @@ class Residency:
                 unit.users += 1
                 unit.calls += 1
                 use.units.append(unit)
-            for unit in root.units:
+            # A backward that computes a block once more has just asked for a weight of it, most of the time.
+            awaited = [unit for unit in root.units if now is None or unit.arrived_for != now]
+            for unit in awaited:
                 self._drop_outdated(unit, users=1)
                 self._ensure_fetched(unit, may_map=not with_grad)
             if not goes_on:
                 self._prefetch(line)
-        self._wait_for(root.path, root.units)
+        if awaited:
+            self._wait_for(root.path, awaited)
         with self._changed:
-            now = self._now()
+            for unit in awaited:
+                unit.bring_up_to_date()
             for unit in root.units:
                 unit.make_live()
                 unit.bind(root.module)
@@ -151,19 +186,22 @@ class Residency:
 
     def loans(self, use: "Use") -> list[tuple[Slab, Loan]]:
         """What a call computes with, and how its backward gets that again."""
-        return [(unit.slab, Loan(self, use.root, unit)) for unit in use.units if unit.slab is not None]
+        step = self._steps[use.root, Phase.BACKWARD]
+        return [(unit.slab, Loan(self, step, unit)) for unit in use.units if unit.slab is not None]
 
-    def version(self, unit: StreamedUnit, index: int) -> int:
-        """What autograd would count of a unit's tensor. Another thread may be dropping the unit meanwhile."""
-        with self._changed:
-            return unit.version(index)
+    def is_at(self, step: Step, unit: StreamedUnit) -> bool:
+        """Whether this thread's backward is at `step`, and has waited for the unit on its stream already."""
+        backward = backward_number()
+        return (
+            unit.arrived_for == (backward, self._stream())
+            and self._backward == backward
+            and self._trained is not None
+            and self._trained.last is step
+        )
 
-    def lend(self, root: Root, unit: StreamedUnit) -> Slab:
-        """The bytes of a unit for the backward of a call. The slab lives as long as views of it do."""
-        step, line, now = self._steps[root, Phase.BACKWARD], self._line(), self._now()
-        slab = unit.slab  # before it is asked what has arrived: whoever drops the unit meanwhile changes that first
-        if slab is not None and now is not None and line.last is step and self._has_arrived_for(now, unit):
-            return slab
+    def lend(self, step: Step, unit: StreamedUnit) -> Slab:
+        """The bytes of a unit for a step of a backward."""
+        line, now = self._line(), self._now()
         with self._changed:
             self._begin_backward()
             is_new = line.last is not step  # else its block was computed once more, and has seen to what comes next
@@ -176,7 +214,7 @@ class Residency:
                 self._ensure_fetched(unit, may_map=False, may_wait=False)
                 if is_new or self._lacked_room:
                     self._prefetch(line)
-            self._wait_for(root.path, [unit])
+            self._wait_for(step.root.path, [unit])
             with self._changed:
                 unit.bring_up_to_date()
                 unit.arrived_for = now
@@ -187,13 +225,10 @@ class Residency:
                 unit.users -= 1
                 self._changed.notify_all()
 
-    def _has_arrived_for(self, now: tuple[int, int], unit: StreamedUnit) -> bool:
-        return unit.arrived_for == now and self._backward == now[0]
-
     def _now(self) -> tuple[int, int] | None:
         """Which backward this thread works for, and on which stream. Nothing where it works for none."""
-        backward = running_backward()
-        return None if backward is None else (backward, current_stream_number(self.device))
+        backward = backward_number()
+        return None if backward == NO_BACKWARD else (backward, self._stream())
 
     def _begin_backward(self) -> None:
         """Know which backward this is, and be told when it ends."""
@@ -379,11 +414,19 @@ class Residency:
         if slab is None:
             for other in list(instead_of):
                 if other.slab is not None and other.users == 0 and other.mapped is None and other not in keep:
-                    self._drop(other)
-                    slab = self.window.take(unit.nbytes, to_stay=unit.kept)
+                    slab = self._in_place_of(other, unit)
                     if slab is not None:
                         break
         return slab
+
+    def _in_place_of(self, other: StreamedUnit, unit: StreamedUnit) -> Slab | None:
+        """Drop a unit for the sake of another, which gets the slab as it is where the two are alike."""
+        slab = other.slab
+        self._drop(other)
+        if slab is not None and other.could_be(unit) and self.window.pass_on(slab):
+            return slab
+        del slab  # its range is free with it
+        return self.window.take(unit.nbytes, to_stay=unit.kept)
 
     def _drop(self, unit: StreamedUnit) -> None:
         self._passing.pop(unit, None)

@@ -6,9 +6,9 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -23,6 +23,7 @@ from overspill.devices import (
     lease_range,
     new_arena,
     record_event,
+    storage_users,
     touch,
 )
 from overspill.errors import BudgetError
@@ -39,11 +40,8 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> "Layout":
-        offsets, end = [], 0
-        for spec in specs:
-            offsets.append(end)
-            end = align(end + spec.nbytes, DEVICE_ALIGNMENT)
-        return cls(tuple(specs), tuple(offsets), end)
+        """One for all units alike: whose layout is the same object can have each other's slabs as they are."""
+        return _layout(tuple((spec.shape, spec.dtype, spec.strides) for spec in specs))
 
     def spots(self) -> Iterator[tuple[TensorSpec, int]]:
         """Each tensor and where it starts."""
@@ -65,6 +63,15 @@ class Layout:
         """Tensor `index` as a typed view of `memory`."""
         spec, start = self.specs[index], self.offsets[index]
         return spec.shaped(memory[start : start + spec.nbytes].view(spec.dtype))
+
+
+@lru_cache(maxsize=1024)
+def _layout(tensors: tuple[tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None], ...]) -> Layout:
+    specs, offsets, end = [TensorSpec(*each) for each in tensors], [], 0
+    for spec in specs:
+        offsets.append(end)
+        end = align(end + spec.nbytes, DEVICE_ALIGNMENT)
+    return Layout(tuple(specs), tuple(offsets), end)
 
 
 def _forget_passed(events: list[torch.Event]) -> None:
@@ -108,6 +115,7 @@ class Slab:
         self.layout: Layout | None = None  # of that unit's tensors in it
         self.is_extra = False  # no window has room for it: it goes as soon as nobody uses it
         self._tensors: list[torch.Tensor] = []
+        self._unshared: list[int] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """The unit's tensors, plain ones, where they lie in it. Made once."""
@@ -120,13 +128,27 @@ class Slab:
                     over(storage, spec.dtype, start, spec.shape, spec.strides or ())
                     for spec, start in self.layout.spots()
                 ]
+            self._unshared = self._references()
         return self._tensors
+
+    def is_shared(self) -> bool:
+        """Whether anybody has a view of these bytes, or one of the tensors. Unknown before there are tensors: maybe."""
+        return not self._tensors or self._references() != self._unshared
+
+    def _references(self) -> list[int]:
+        """How often all that views these bytes is referred to: from Python, and from within torch."""
+        tensors = self._tensors
+        users = storage_users(self.memory.untyped_storage())
+        return [users, *map(sys.getrefcount, tensors), *map(_uses_within_torch, tensors)]
 
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""
         if event is not None:
             _forget_passed(self.uses)  # a slab may be used millions of times
             self.uses.append(event)
+
+
+_uses_within_torch: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class _Arena:
@@ -157,10 +179,19 @@ class _Arena:
             self._gaps.remove(gap)
         memory, owner = lease_range(self.memory, start, nbytes)
         weakref.finalize(owner, self._returned.append, taken).atexit = False
+        self._note_user()
+        return Slab(memory, events, taken.events)
+
+    def pass_on(self, slab: Slab) -> None:
+        last_use = record_event(self.device)  # as in `_collect`
+        slab.overwrite_after = [*slab.uses, *([] if last_use is None else [last_use])]
+        slab.uses.clear()  # the list itself is the range's, for when that is free
+        self._note_user()
+
+    def _note_user(self) -> None:
         user = current_stream(self.device)
         if user is not None:
             self._streams.add(user)
-        return Slab(memory, events, taken.events)
 
     def __del__(self) -> None:
         """Torch's allocator gives the memory to whoever comes next on the stream that it was made on: not too soon."""
@@ -218,6 +249,13 @@ class Window:
         if self._arena is None:
             self._arena = _Arena(self.nbytes, self.device, self._streams)
         return self._arena.take(align(max(nbytes, 1), DEVICE_ALIGNMENT), to_stay=to_stay)
+
+    def pass_on(self, slab: Slab) -> bool:
+        """Let a slab and its tensors be for whoever comes next, if nobody else has a part. Quicker than a new one."""
+        if self._arena is None or slab.is_extra or slab.is_shared():
+            return False
+        self._arena.pass_on(slab)
+        return True
 
     def let_go(self) -> None:
         """Give the memory back until it is needed again, but for what slabs that are still in use hold of it."""

@@ -60,7 +60,7 @@ class LiveResult(_Live):
     _is_param = True  # for whoever asks: its home is one
 
 
-@dataclass
+@dataclass(slots=True)
 class _Bound:
     """One entry of a module's table that shows something else than its home at the moment."""
 
@@ -68,7 +68,7 @@ class _Bound:
     name: str
     home: torch.Tensor
     shown: torch.Tensor
-    version: int
+    version: int = 0  # of what is shown, for those whose edits nobody else sends home
 
     def undo(self) -> None:
         if self.table.get(self.name) is self.shown:
@@ -91,7 +91,9 @@ class StreamedUnit:
         self.checked_in = -1  # the pass in which the copy was last compared with the homes
         self.arrived_for: object = None  # the backward, and its stream, that have waited for the slab already
         self._places = places
-        self._written_unseen = [place for shared in places for place in shared if isinstance(place.module, _NormBase)]
+        everywhere = [place for shared in places for place in shared]
+        self._written_unseen = [place for place in everywhere if isinstance(place.module, _NormBase)]
+        self._recurrent = [place.module for place in everywhere if isinstance(place.module, nn.RNNBase)]
         self._live: list[torch.Tensor] = []
         self._parameters: dict[int, LiveParameter] = {}  # the same tensors, to be shown as what their homes are
         self._results: dict[int, LiveResult] = {}  # … and as results of them, while they are shown so
@@ -113,6 +115,14 @@ class StreamedUnit:
         A backward that began before has this one, under its residency's lock, and may be waiting for it right now.
         """
         return StreamedUnit(self.name, self.store, self._places, self.device, kept=self.kept)
+
+    def could_be(self, other: "StreamedUnit") -> bool:
+        """Whether the other can have this one's slab as it is, tensors and all, when this one has dropped it.
+
+        Buffers are shown as those very tensors, and whoever sees one can do anything to it.
+        """
+        alike = self.store.layout is other.store.layout and self.kept == other.kept
+        return alike and all(isinstance(home, nn.Parameter) for home in self.store.homes)
 
     # HOME -> FETCHING, and back to HOME from anywhere.
 
@@ -161,6 +171,7 @@ class StreamedUnit:
         slab = self.slab
         if not isinstance(slab, MappedSlab):
             return
+        self.arrived_for = None
         try:
             if not slab.is_own and self._is_kept_outside(slab):
                 slab.make_own()
@@ -180,25 +191,23 @@ class StreamedUnit:
     # FETCHING -> LIVE: the bytes have been waited for.
 
     def make_live(self) -> None:
-        """Build the live tensors where there are none, and bring those up to date whose homes were edited since."""
+        """Build the live tensors where there are none."""
         assert self.slab is not None
-        if not self._live:
-            live = list(self.slab.tensors())
-            self._versions = [tensor._version for tensor in live]
-            self._live = live
-            if isinstance(self.slab, MappedSlab):
-                self.slab.is_filled = True
-                self._unshared = _references(self.slab, self._shown_plainly())
-        self.bring_up_to_date()
+        if self._live:
+            return
+        live = list(self.slab.tensors())
+        self._versions = [tensor._version for tensor in live]
+        self._live = live
+        if isinstance(self.slab, MappedSlab):
+            self.slab.is_filled = True
+            self._unshared = _references(self.slab, self._shown_plainly())
 
     def bring_up_to_date(self) -> None:
         """Let the slab have what was edited at home since it was fetched."""
         stamps = self.store.stamps()
         if stamps == self._stamps or self._bound_with_grad:  # a graph that is being made depends on them
             return
-        if not self._live:
-            self.make_live()
-            return
+        self.make_live()
         with torch.inference_mode(False), torch.no_grad():
             self._refresh_edited(stamps)
 
@@ -228,9 +237,10 @@ class StreamedUnit:
         # One in the place of the other: calls of other threads are under way, and must not see a home in between.
         before, self._bound = {id(bound.shown) for bound in self._bound}, []
         self._bound_with_grad = with_grad
-        for index, home in enumerate(self.store.homes):
-            for place in self._places[index]:
-                self._show(place, home, shown[index], before)
+        for places, home, live in zip(self._places, self.store.homes, shown, strict=True):
+            for place in places:
+                self._show(place, home, live, before)
+        self._refresh_flat_weights()
         if not self._strays:
             self._bind_strays(root)
 
@@ -272,8 +282,7 @@ class StreamedUnit:
         if current is not home and id(current) not in before:
             return  # the user put another tensor there: that one is the truth now
         table[place.name] = shown
-        self._bound.append(_Bound(table, place.name, home, shown, shown._version))
-        refresh_flat_weights(place.module)
+        self._bound.append(_Bound(table, place.name, home, shown))
 
     def _bind_strays(self, root: nn.Module) -> None:
         """Bring along what was added to the unit's modules after planning: adapters, replaced weights."""
@@ -311,9 +320,11 @@ class StreamedUnit:
         for bound in self._bound:
             bound.undo()
         self._bound, self._bound_with_grad, self._results = [], False, {}
-        for places in self._places:
-            for place in places:
-                refresh_flat_weights(place.module)
+        self._refresh_flat_weights()
+
+    def _refresh_flat_weights(self) -> None:
+        for module in self._recurrent:
+            refresh_flat_weights(module)
 
     def collect_writes(self, *, after_call: bool) -> None:
         """Send home what was written to live tensors. `after_call`: also what a call may have written unseen."""

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -22,6 +23,7 @@ from overspill.devices import (
     current_stream_waits,
     new_stream,
     on_stream,
+    outside_inference_mode,
     pinned_bytes,
     reader_threads,
     record_event,
@@ -65,6 +67,11 @@ class Piece:
             yield Piece(self.file, self.offset + start * self.dtype.itemsize, self.dtype, target)
 
 
+_DONE: Final = threading.Event()
+_DONE.set()
+_NOT_NOTED: Final = contextlib.nullcontext()
+
+
 class Fetch:
     """Some bytes on their way to a device. Done when the last copy has been queued there, or when one failed."""
 
@@ -80,7 +87,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._left = parts  # to be queued
         self._held = parts  # whose memory somebody still works on
-        self._done = threading.Event()
+        self._done = threading.Event() if parts else _DONE
         self._arrived: torch.Event | None = None
         self._uses = uses
         self._process = os.getpid()
@@ -88,8 +95,6 @@ class Fetch:
         self.nbytes_done = 0
         self.error: BaseException | None = None
         self.cancelled = False
-        if parts == 0:
-            self._done.set()
 
     def part_queued(self, stream: torch.Stream | None, nbytes: int, error: BaseException | None = None) -> None:
         """Called once a part, behind the part's copy on `stream`."""
@@ -99,10 +104,13 @@ class Fetch:
             self.error = self.error or error
             last = self._left == 0
         if last and stream is not None:
-            # Every part is queued by now, so this event stands behind all of them.
-            self._arrived = record_event(self._device, stream)
-            if self._uses is not None and self._arrived is not None:
-                self._uses.append(self._arrived)  # whoever overwrites these bytes next waits for it, also if cancelled
+            self.all_queued(stream)
+
+    def all_queued(self, stream: torch.Stream) -> None:
+        """Every part is queued on `stream`, and all have arrived when it has come to here."""
+        self._arrived = record_event(self._device, stream)
+        if self._uses is not None and self._arrived is not None:
+            self._uses.append(self._arrived)  # whoever overwrites these bytes next waits for it, also if cancelled
 
     def part_let_go(self) -> None:
         """Called once a part, when it is queued and nobody holds its memory any more: that is free once all is done."""
@@ -244,6 +252,7 @@ class Transfer:
         # Two streams: a copy from host memory must not queue behind one that still waits for the disk.
         self._host_copies = new_stream(device)
         self._disk_copies = new_stream(device)
+        self._host_lane = f"{device}: copies from host memory"
         self.recording: Recording | None = None  # set while somebody wants to know
         self._ring: _Ring | None = None
         self._host_link: HostLink | None = None
@@ -251,16 +260,15 @@ class Transfer:
 
     def from_host(self, sources: Sequence[tuple[int, torch.Tensor]], slab: Slab) -> Fetch:
         """Copies of pinned bytes, each to its offset in the slab, once the slab's last users are done."""
-        nbytes = sum(source.nbytes for _, source in sources)
-        fetch = Fetch(self.device, 1, nbytes, uses=slab.uses)
+        fetch = Fetch(self.device, 0, sum(source.nbytes for _, source in sources), uses=slab.uses)
         stream = self._host_copies
-        with on_stream(stream), torch.inference_mode(False), torch.no_grad():
+        with on_stream(stream), outside_inference_mode():
             stream_waits(stream, slab.overwrite_after)
-            with self._noted(COPY, slab.name, f"{self.device}: copies from host memory", stream, nbytes):
+            with self._noted(COPY, slab.name, self._host_lane, stream, fetch.nbytes):
                 for offset, source in sources:
                     slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
-        fetch.part_queued(stream, nbytes)
-        fetch.part_let_go()
+        if stream is not None:
+            fetch.all_queued(stream)
         return fetch
 
     def from_disk(
@@ -299,13 +307,17 @@ class Transfer:
                 self._host_link = HostLink(self.device)
             return self._host_link
 
-    @contextlib.contextmanager
-    def _noted(self, kind: str, what: str, lane: str, stream: torch.Stream | None, nbytes: int) -> Iterator[None]:
+    def _noted(
+        self, kind: str, what: str, lane: str, stream: torch.Stream | None, nbytes: int
+    ) -> contextlib.AbstractContextManager[None]:
         """Have the recording, if there is one, know what happens within, on `stream` or here."""
         recording = self.recording
-        if recording is None:
-            yield
-            return
+        return _NOT_NOTED if recording is None else self._noting(recording, kind, what, lane, stream, nbytes)
+
+    @contextlib.contextmanager
+    def _noting(
+        self, recording: Recording, kind: str, what: str, lane: str, stream: torch.Stream | None, nbytes: int
+    ) -> Iterator[None]:
         device = CPU if stream is None else self.device
         start = Moment(device, stream)
         yield

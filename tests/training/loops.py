@@ -30,14 +30,17 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 class Block(nn.Module):
     """Attention and a gated product: fused projections, transposes, broadcasts, dropout, views that share a storage."""
 
-    def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
+    def __init__(self, width: int = WIDTH, dropout: float = 0.1, *, buffers: bool = True) -> None:
         super().__init__()
         self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
         self.drop = nn.Dropout(dropout)
-        self.register_buffer("scale", torch.tensor(0.5))
+        if buffers:
+            self.register_buffer("scale", torch.tensor(0.5))
+        else:
+            self.scale = 0.5
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 4)).transpose(1, 2).chunk(3, dim=1)
@@ -53,10 +56,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks that share a mask, and a head that may be tied to the embedding."""
 
-    def __init__(self, blocks: int = 6, *, tied: bool = False, dropout: float = 0.1) -> None:
+    def __init__(self, blocks: int = 6, *, tied: bool = False, dropout: float = 0.1, buffers: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout=dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(dropout=dropout, buffers=buffers) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embed.weight

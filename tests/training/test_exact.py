@@ -1,5 +1,6 @@
 """Trainings that are offloaded have the bits of those that are not: each strategy in each situation."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 import overspill
+from overspill.slab import Slab, Window
 from training.loops import (
     STRATEGIES,
     VOCAB,
@@ -39,6 +41,21 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 def some_options(request: pytest.FixtureRequest) -> dict[str, Any]:
     """For what the strategies have in common."""
     return STRATEGIES[request.param]
+
+
+def test_blocks_without_buffers_have_each_other_s_slabs_as_they_are(
+    device: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed, pass_on = Counter[bool](), Window.pass_on
+
+    def counted(self: Window, slab: Slab) -> bool:
+        result = pass_on(self, slab)
+        passed[result] += 1
+        return result
+
+    monkeypatch.setattr(Window, "pass_on", counted)
+    compare(lambda: Net(buffers=False), device, options)
+    assert (passed[True] > 10 * passed[False]) == bool(options.get("weights")), passed
 
 
 def test_plain_training(device: str, options: dict[str, Any]) -> None:
@@ -143,6 +160,29 @@ def with_adapters() -> Net:
         assert isinstance(block, Block)
         block.qkv, block.down = Adapted(block.qkv), Adapted(block.down)  # type: ignore[assignment]
     return net
+
+
+class Conjugated(Block):
+    """Its operations save what shows a weight conjugated, or negated, over the weight's own bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotation = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = super().forward(x, mask)
+        conjugated = self.rotation.conj()
+        rotated = x.to(torch.complex64) * conjugated[1]
+        return x + (rotated.real + rotated.imag) * conjugated.imag[0]
+
+
+def test_weights_that_are_saved_as_conjugates(device: str, options: dict[str, Any]) -> None:
+    def build() -> nn.Module:
+        model = Net(blocks=0)
+        model.blocks.extend(Conjugated() for _ in range(4))
+        return model
+
+    compare(build, device, options, steps=5)
 
 
 def test_a_frozen_base_with_adapters(device: str, options: dict[str, Any]) -> None:

@@ -67,6 +67,17 @@ def _ranges_are_poisoned_when_they_are_free(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
+def _slabs_are_poisoned_when_they_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_on = slab._Arena.pass_on
+
+    def poisoning(self: Any, passed: slab.Slab) -> None:
+        passed.memory.fill_(POISON)  # where the work that used it is queued, and in front of what is waited for
+        pass_on(self, passed)
+
+    monkeypatch.setattr(slab._Arena, "pass_on", poisoning)
+
+
+@pytest.fixture(autouse=True)
 def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ended, wait = host_link.Departure.ended, host_link.Departure.wait
 
@@ -106,9 +117,10 @@ def test_each_copy_begins_where_it_is_made_slow(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(back, source)
 
 
+@pytest.mark.parametrize("buffers", [True, False], ids=["buffers", "parameters-alone"])
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
-def test_training_has_the_same_bits(device: str, strategy: str, copies: str) -> None:
-    compare(Net, device, STRATEGIES[strategy], steps=5)
+def test_training_has_the_same_bits(device: str, strategy: str, copies: str, buffers: bool) -> None:
+    compare(lambda: Net(buffers=buffers), device, STRATEGIES[strategy], steps=5)
 
 
 @pytest.mark.gpu

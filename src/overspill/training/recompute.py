@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from overspill.devices import RandomState, at_end_of_backward, running_backward
+from overspill.devices import RandomState, at_end_of_backward, backward_number, running_backward
 from overspill.errors import StateError
-from overspill.graph import SavedTensor, Version, refuse_edited, replaying
+from overspill.graph import Replaying, SavedTensor, Version, refuse_edited
 from overspill.training.attention import GiveAttention, KeepAttention
 
 
@@ -38,13 +38,15 @@ class _EnoughError(BaseException):
     """All that backward needs has been computed: no error, and for nobody but us to catch."""
 
 
-class _Place:
+class _Place(Version):
     """One saved tensor of a block: empty until backward needs it."""
 
+    __slots__ = ("__weakref__", "dtype", "filled", "frame")
+
     def __init__(self, frame: "Frame", tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self.frame = frame
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.version = Version(tensor)
+        self.dtype = tensor.dtype
         self.filled: SavedTensor | None = None
 
 
@@ -127,22 +129,22 @@ class Frame:
         return place
 
     def _unpack(self, place: _Place) -> torch.Tensor:
-        place.version.check()
-        backward = running_backward()
-        if backward is None or backward != self._filled_for or place.filled is None:
-            self._fill(backward, place)
+        place.check()
+        filled = place.filled
+        if filled is None or backward_number() != self._filled_for:
+            filled = self._fill(place)
         self._asked += 1
         if self._asked == self._half:
             # Not before: what takes most memory, in most blocks the end of them, is through by now.
             self._keep.bring_next()
-        assert place.filled is not None
-        return place.filled.values()
+        return filled.values()
 
-    def _fill(self, backward: int | None, place: _Place) -> None:
+    def _fill(self, place: _Place) -> SavedTensor:
         """Fill all places, unless another thread of this backward has done so meanwhile."""
+        backward = running_backward()
         with self._lock:
             if place.filled is not None and backward is not None and backward == self._filled_for:
-                return
+                return place.filled
             end = self.on_replay()
             self._replay()
             end()
@@ -152,6 +154,8 @@ class Frame:
                 # A graph that is retained keeps its places, but not what is in them. Weakly: one that is not retained
                 # is gone long before the end, and so must its inputs be.
                 at_end_of_backward(partial(_empty, weakref.ref(self)))
+            assert place.filled is not None
+            return place.filled
 
     def empty(self) -> None:
         """Let go of all that was replayed."""
@@ -173,7 +177,7 @@ class Frame:
         del leaves
         filling = _Filling(self._places, self._refuse_difference)
         try:
-            with replaying(), torch.enable_grad(), ExitStack() as stack:
+            with Replaying(), torch.enable_grad(), ExitStack() as stack:
                 if self._random is not None:
                     stack.enter_context(self._random.again())
                 self._autocast.again(stack)
