@@ -41,9 +41,9 @@ def twins(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Net, Net]:
 def _note_binds(unit: Any, seen: list[int]) -> None:
     bind = unit.bind
 
-    def noting(root: nn.Module) -> None:
+    def noting(root: nn.Module, **options: Any) -> None:
         seen.append(unit.nbytes)
-        bind(root)
+        bind(root, **options)
 
     unit.bind = noting
 

@@ -346,6 +346,31 @@ def test_bytes_are_in_use_until_the_device_has_come_to_the_end_of_the_call(monke
     assert slab.uses == [end]
 
 
+def test_what_a_graph_may_need_again_is_in_use_for_all_that_its_stream_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream: Any = object()
+    marks: Counter[object] = Counter()
+    monkeypatch.setattr("overspill.slab.current_stream", lambda device: stream)
+
+    def record(device: torch.device, stream: object = None) -> Passed:
+        marks[stream] += 1
+        return Passed()
+
+    monkeypatch.setattr("overspill.slab.record_event", record)
+    stage = Stage(alike("ab"), window=2)
+    with torch.enable_grad(), stage.calling("a"):
+        slab = stage.units["a"].slab
+        assert slab is not None
+        assert slab.lent_on == {}
+    assert slab.lent_on == {0: stream}
+    slab.lent_on.clear()
+    lent: list[dict[int, Any]] = []
+    in_a_backward(lambda: lent.append(dict(stage.lend("a").lent_on)))
+    assert lent == [{0: stream}]
+    assert slab.lent_on == {}, "the backward has ended, and so may the stream"
+    assert marks[stream] == 1
+    assert len(slab.uses) == 1
+
+
 def test_units_are_counted_as_they_are_found() -> None:
     stage = Stage({"a": 1, "b": 3}, window=4, disk="b")
     counts = stage.residency.counts
@@ -754,7 +779,7 @@ def test_a_call_waits_for_memory_that_a_fetch_which_nobody_wants_still_fills(cap
     with stage.calling("a"):
         fetch = stage.units["b"].fetch
         assert fetch is not None
-        stage.residency._changed = Meanwhile([lambda: None, unwanted.end])
+        stage.residency._changed = Meanwhile(stage.residency.lock, [lambda: None, unwanted.end])
         with stage.calling("c"):
             assert stage.there() == "ac"
             assert fetch.cancelled
@@ -779,8 +804,8 @@ def test_fetches_that_nobody_wanted_are_forgotten_once_they_have_ended() -> None
 class Meanwhile(threading.Condition):
     """A condition during whose waits things happen."""
 
-    def __init__(self, happenings: Sequence[Callable[[], None]]) -> None:
-        super().__init__()
+    def __init__(self, lock: threading.RLock, happenings: Sequence[Callable[[], None]]) -> None:
+        super().__init__(lock)
         self._happenings = list(happenings)
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -184,6 +184,36 @@ def test_whoever_gets_a_slab_as_it_is_waits_for_all_that_used_it(clock: Clock) -
     assert clock.behind == 0 or used in whole.overwrite_after
 
 
+def test_whoever_has_bytes_next_waits_for_each_stream_that_they_were_lent_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams: dict[int, Any] = {number: object() for number in range(3)}
+    marked: list[object] = []
+
+    def record(device: torch.device, stream: object = None) -> object:
+        marked.append(stream)
+        return ("mark", stream)
+
+    monkeypatch.setattr(slab, "record_event", record)
+    monkeypatch.setattr(slab, "_forget_passed", lambda events: None)
+    monkeypatch.setattr(slab, "stream_numbers", lambda device: lambda: 0)  # the first is the current one
+    window = Window(LAYOUT.nbytes, torch.device("cpu"))
+    taken = filled_slab(window)
+    marked.clear()
+    taken.lent_on.update(streams)
+    assert window.pass_on(taken)
+    assert marked == [None, streams[1], streams[2]]
+    assert taken.overwrite_after == [("mark", stream) for stream in marked]
+    assert taken.lent_on == {}
+    taken.lent_on.update(streams)
+    del taken
+    marked.clear()
+    again = window.take(LAYOUT.nbytes)
+    assert again is not None
+    assert again.overwrite_after == [("mark", stream) for stream in (None, streams[1], streams[2])]
+    assert again.lent_on == {}
+
+
 KEEPERS: dict[str, Callable[[Slab], object]] = {
     "the bytes": lambda kept: kept.memory[:4],
     "a tensor": lambda kept: kept.tensors()[1],

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final, Protocol, cast
 
@@ -50,14 +50,15 @@ class UnitScope:
     def __init__(self, root: Root, residency: Residency) -> None:
         self._residency = residency
         self._use = Use(root)
-        self._stack = ExitStack()
+        self._saving: AbstractContextManager[None] | None = None
         self._begun: Moment | None = None
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._residency.acquire(self._use)
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            parts = self._residency.loans(self._use)
-            self._stack.enter_context(saving_weights_as_notes(parts))
+            saving = saving_weights_as_notes(self._residency.loans(self._use))
+            saving.__enter__()
+            self._saving = saving
         device = self._residency.device
         moved = (args, kwargs) if device == CPU else _moved((args, kwargs), device)
         self._begun = self._residency.now()
@@ -66,7 +67,8 @@ class UnitScope:
     def leave(self, output: Any) -> Any:
         self._residency.note(COMPUTE, self._use.root.path, self._begun)
         try:
-            self._stack.close()
+            if self._saving is not None:
+                self._saving.__exit__(None, None, None)
         finally:
             self._residency.release(self._use)
         return output

@@ -400,6 +400,14 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
+def _drawn(device: torch.device) -> tuple[int, int] | None:
+    """Where an accelerator is in its random numbers: which row of them, and how many it has drawn."""
+    if device.type == "cpu":
+        return None
+    generator = torch.get_device_module(device).default_generators[device.index]
+    return generator.initial_seed(), generator.get_offset()
+
+
 class RandomState:
     """The random numbers that the CPU and one device will draw next."""
 
@@ -407,6 +415,7 @@ class RandomState:
         self._device = device
         self._cpu = torch.get_rng_state()
         self._other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        self._drawn = _drawn(device)
 
     def _draw_from_here(self) -> None:
         torch.set_rng_state(self._cpu)
@@ -415,11 +424,7 @@ class RandomState:
 
     def has_passed(self) -> bool:
         """Whether any have been drawn since."""
-        now = RandomState(self._device)
-        same = torch.equal(self._cpu, now._cpu)
-        if self._other is not None and now._other is not None:
-            same = same and torch.equal(self._other, now._other)
-        return not same
+        return self._drawn != _drawn(self._device) or not torch.equal(self._cpu, torch.get_rng_state())
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """What autograd's graph keeps of a streamed unit: ways home for gradients and notes about weights, never a slab."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -61,13 +62,20 @@ class _Arrive(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.under_way = under_way
         with torch._C.DisableTorchFunctionSubclass():  # where they are, not where they act as if they were
-            return tuple(torch.empty((), dtype=home.dtype, device=home.device).expand(home.shape) for home in homes)
+            return tuple(_shape(home.shape, home.dtype, home.device).detach() for home in homes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         while ctx.under_way:
             ctx.under_way.pop().wait()
         return None, *gradients
+
+
+@lru_cache(maxsize=1024)
+def _shape(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that has no more to it than this."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 _thread = threading.local()
@@ -88,24 +96,29 @@ def is_replaying() -> bool:
     return getattr(_thread, "replays", 0) > 0
 
 
-_LEAVE_TOGETHER = 256 * MIB
+LEAVE_TOGETHER = 256 * MIB
 """Gradients of so many bytes leave at once. They take device memory until the last of them has been computed."""
 
+LAST_LEAVE_TOGETHER = 32 * MIB
+"""… of those that are computed last: backward ends when they have arrived, and has nothing else to do meanwhile."""
 
-def onload(homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], link: HostLink) -> list[torch.Tensor]:
-    """`lives`, such that their gradients arrive at `homes`."""
+
+def onload(
+    homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], link: HostLink, together: int = LEAVE_TOGETHER
+) -> list[torch.Tensor]:
+    """`lives`, such that their gradients arrive at `homes`, about `together` bytes at once."""
     if is_replaying():
         return [live.requires_grad_() for live in lives]
     shown: list[torch.Tensor] = []
     while len(shown) < len(homes):
-        together = slice(len(shown), len(shown) + _how_many_together(homes[len(shown) :]))
+        group = slice(len(shown), len(shown) + _how_many(homes[len(shown) :], together))
         under_way: list[Departure] = []
-        shapes = _Arrive.apply(under_way, *homes[together])  # type: ignore[no-untyped-call]
-        shown += _Leave.apply(list(lives[together]), under_way, link, *shapes)  # type: ignore[no-untyped-call]
+        shapes = _Arrive.apply(under_way, *homes[group])  # type: ignore[no-untyped-call]
+        shown += _Leave.apply(list(lives[group]), under_way, link, *shapes)  # type: ignore[no-untyped-call]
     return shown
 
 
-def _how_many_together(homes: Sequence[torch.Tensor]) -> int:
+def _how_many(homes: Sequence[torch.Tensor], together: int) -> int:
     """How many of the first ones share their nodes.
 
     One that has hooks is alone: where a weight gets no gradient and its neighbours do, autograd would call its hooks
@@ -116,7 +129,7 @@ def _how_many_together(homes: Sequence[torch.Tensor]) -> int:
         for count, home in enumerate(homes):
             if home._backward_hooks or home._post_accumulate_grad_hooks:
                 return max(count, 1)
-            if nbytes >= _LEAVE_TOGETHER:
+            if nbytes >= together:
                 return count
             nbytes += home.nbytes
     return len(homes)
@@ -234,8 +247,7 @@ class SavedTensor:
 _Hook = Callable[[Any], Any]
 
 
-@contextmanager
-def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> Iterator[None]:
+def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> AbstractContextManager[None]:
     """Within, a saved tensor that lies in one of the slabs is kept as a note, so the slab can go.
 
     Only the innermost hooks are called, so everything else is passed on to the hooks around (activation checkpointing).
@@ -259,8 +271,7 @@ def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> Iterator[No
         # Whichever hooks of ours made it. This is asked for each tensor that a backward needs, so it must be quick.
         return saved.values() if type(saved) in _OURS else unpack_other(saved)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 _OURS = (_SavedWeight, SavedTensor)

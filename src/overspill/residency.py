@@ -105,13 +105,14 @@ class Residency:
     def acquire(self, use: "Use") -> None:
         """Let the root's modules show tensors on the compute device. `release` must follow, also if this fails."""
         root, now = use.root, self._now()
-        with self._changed:
+        with self.lock:
             line = self._line()
             if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
                 self._pass += 1  # an optimizer may have been there
             with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             step = self._steps[root, Phase.of_a_call(with_grad=with_grad)]
             goes_on = step is line.last and step.phase is Phase.BACKWARD  # which needs its units more than once
+            is_first = step.phase is Phase.FORWARD and (line.last is None or line.last.phase is not Phase.FORWARD)
             if not goes_on:
                 self._schedule.note(step, line)
             if with_grad:
@@ -129,44 +130,50 @@ class Residency:
                 self._prefetch(line)
         if awaited:
             self._wait_for(root.path, awaited)
-        with self._changed:
+        with self.lock:
             for unit in awaited:
                 unit.bring_up_to_date()
             for unit in root.units:
                 unit.make_live()
-                unit.bind(root.module)
+                unit.bind(root.module, is_first=is_first)
                 unit.arrived_for = now
             self._count_running(+1)
             use.running = True
 
     def release(self, use: "Use") -> None:
         """Undo what `acquire` did, as far as it got."""
-        with self._changed:
+        with self.lock:
             if use.running:
                 self._count_running(-1)
                 use.running = False
-            end = record_event(self.device) if use.units else None
             try:
-                self._end_uses(use, end)
+                self._end_uses(use)
             finally:
                 if self._lacked_room:
                     self._prefetch(self._line())
                 self._changed.notify_all()
 
-    def _end_uses(self, use: "Use", end: torch.Event | None) -> None:
+    def _end_uses(self, use: "Use") -> None:
+        if not use.units:
+            return
+        # A graph that was made, or is gone through, may use the bytes later on the same stream.
+        stays = torch.is_grad_enabled() or running_backward() is not None
+        number, end = (self._stream(), None) if stays else (None, record_event(self.device))
         failure = None
         while use.units:
             try:
-                self._end_use(use.units.pop(), end)
+                self._end_use(use.units.pop(), number, end)
             except BaseException as error:  # the others' uses end all the same
                 failure = error
         if failure is not None:
             raise failure
 
-    def _end_use(self, unit: StreamedUnit, end: torch.Event | None) -> None:
+    def _end_use(self, unit: StreamedUnit, number: int | None, end: torch.Event | None) -> None:
         unit.users -= 1
         unit.calls -= 1
-        if unit.slab is not None:
+        if unit.slab is not None and number is not None:
+            unit.slab.lend_on(number)
+        elif unit.slab is not None:
             unit.slab.used_until(end)
         try:
             if unit.calls == 0:  # a backward of another thread that has it yet needs the slab only
@@ -202,26 +209,27 @@ class Residency:
     def lend(self, step: Step, unit: StreamedUnit) -> Slab:
         """The bytes of a unit for a step of a backward."""
         line, now = self._line(), self._now()
-        with self._changed:
+        with self.lock:
             self._begin_backward()
             is_new = line.last is not step  # else its block was computed once more, and has seen to what comes next
             if is_new:
                 self._schedule.note(step, line)
             unit.users += 1
         try:
-            with self._changed:
+            with self.lock:
                 # Without waiting for room: a forward that is under way may be waiting for us.
                 self._ensure_fetched(unit, may_map=False, may_wait=False)
                 if is_new or self._lacked_room:
                     self._prefetch(line)
             self._wait_for(step.root.path, [unit])
-            with self._changed:
+            with self.lock:
                 unit.bring_up_to_date()
                 unit.arrived_for = now
                 assert unit.slab is not None
+                unit.slab.lend_on(self._stream())
                 return unit.slab
         finally:
-            with self._changed:
+            with self.lock:
                 unit.users -= 1
                 self._changed.notify_all()
 
@@ -240,8 +248,10 @@ class Residency:
     def end_backward(self) -> None:
         """A backward that needed units is over."""
         self._backward = None
-        with self._changed:
+        with self.lock:
             for unit in self._units:
+                if unit.slab is not None and unit.users == 0:
+                    unit.slab.end_loans()  # whoever made a stream may end it now
                 self._drop_extra(unit)
         if self._running == 0:
             self._rest()
@@ -335,7 +345,7 @@ class Residency:
                 if tried_again:
                     raise
             tried_again = True
-            with self._changed:
+            with self.lock:
                 if unit.fetch is fetch:
                     assert unit.slab is not None
                     self._start(unit, unit.slab, DEMANDED)
@@ -349,14 +359,14 @@ class Residency:
         """Give back a window that is held for calls only."""
         if self.window.held:
             return
-        with self._changed:
+        with self.lock:
             self._schedule.end_pass()
             self._empty(mapped=False)  # those take nothing of the window
             self.window.let_go()
 
     def clear(self) -> None:
         """Give up every slab. No call is under way."""
-        with self._changed:
+        with self.lock:
             self._empty(mapped=True)
 
     def _empty(self, *, mapped: bool) -> None:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -24,6 +24,7 @@ from overspill.devices import (
     new_arena,
     record_event,
     storage_users,
+    stream_numbers,
     touch,
 )
 from overspill.errors import BudgetError
@@ -89,6 +90,7 @@ class _Gap:
     start: int
     end: int
     events: list[torch.Event] = field(default_factory=list)
+    lent_on: dict[int, torch.Stream] = field(default_factory=dict)
 
 
 def _merged(gaps: list[_Gap]) -> list[_Gap]:
@@ -107,10 +109,17 @@ def _merged(gaps: list[_Gap]) -> list[_Gap]:
 class Slab:
     """Bytes on the compute device that hold one unit while it is on its way or live."""
 
-    def __init__(self, memory: torch.Tensor, events: list[torch.Event], uses: list[torch.Event]) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        events: list[torch.Event],
+        uses: list[torch.Event],
+        lent_on: dict[int, torch.Stream] | None = None,
+    ) -> None:
         self.memory = memory
         self.overwrite_after = events  # what whoever fills the slab must wait for
         self.uses = uses  # what whoever has these bytes next must wait for
+        self.lent_on = {} if lent_on is None else lent_on  # … and all that these streams, by number, do until then
         self.name = ""  # of the unit that they are
         self.layout: Layout | None = None  # of that unit's tensors in it
         self.is_extra = False  # no window has room for it: it goes as soon as nobody uses it
@@ -147,6 +156,19 @@ class Slab:
             _forget_passed(self.uses)  # a slab may be used millions of times
             self.uses.append(event)
 
+    def lend_on(self, number: int) -> None:
+        """The current stream, which has this number, uses these bytes from now on, nobody knows for how long."""
+        if number not in self.lent_on:
+            stream = current_stream(self.memory.device)
+            if stream is not None:
+                self.lent_on[number] = stream
+
+    def end_loans(self) -> None:
+        """Nobody uses these bytes any more, as far as is known: their last uses are those that are queued by now."""
+        for stream in self.lent_on.values():
+            self.used_until(record_event(self.memory.device, stream))
+        self.lent_on.clear()
+
 
 _uses_within_torch: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
@@ -161,6 +183,7 @@ class _Arena:
         self.nbytes = nbytes
         self._made_on = current_stream(device)
         self._streams = set(streams)  # that use it
+        self._stream = stream_numbers(device)
         # Torch's allocator gives memory that work queued on this stream may still use: copies on others must wait.
         made = record_event(device)
         self._gaps = [_Gap(0, nbytes, [] if made is None else [made])]
@@ -180,13 +203,23 @@ class _Arena:
         memory, owner = lease_range(self.memory, start, nbytes)
         weakref.finalize(owner, self._returned.append, taken).atexit = False
         self._note_user()
-        return Slab(memory, events, taken.events)
+        return Slab(memory, events, taken.events, taken.lent_on)
 
     def pass_on(self, slab: Slab) -> None:
-        last_use = record_event(self.device)  # as in `_collect`
-        slab.overwrite_after = [*slab.uses, *([] if last_use is None else [last_use])]
+        slab.overwrite_after = [*slab.uses, *self._last_uses([slab.lent_on])]
         slab.uses.clear()  # the list itself is the range's, for when that is free
+        slab.lent_on.clear()
         self._note_user()
+
+    def _last_uses(self, lent_on: Iterable[Mapping[int, torch.Stream]]) -> list[torch.Event]:
+        """Marks behind all that may have used some bytes: on the streams that they were lent on, and on this one.
+
+        A view that outlived its unit's release may have been used after the events that the release recorded.
+        """
+        streams = {number: stream for each in lent_on for number, stream in each.items()}
+        streams.pop(self._stream(), None)
+        marks = [record_event(self.device), *(record_event(self.device, stream) for stream in streams.values())]
+        return [mark for mark in marks if mark is not None]
 
     def _note_user(self) -> None:
         user = current_stream(self.device)
@@ -213,10 +246,10 @@ class _Arena:
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if not returned:
             return
-        # A view that outlived its unit's release may have been used after the events that the release recorded.
-        last_use = record_event(self.device)
+        last_uses = self._last_uses([gap.lent_on for gap in returned])
         for gap in returned:
-            gap.events += [] if last_use is None else [last_use]
+            gap.events += last_uses
+            gap.lent_on.clear()
         self._gaps = _merged([*self._gaps, *returned])  # all at once: a step's gradients are hundreds
         for gap in self._gaps:  # also of those that nobody took lately
             _forget_passed(gap.events)

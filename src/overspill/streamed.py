@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU, storage_users
-from overspill.graph import onload
+from overspill.graph import LAST_LEAVE_TOGETHER, LEAVE_TOGETHER, onload
 from overspill.homes import DiskTensor, HostTensor
 from overspill.mapping import MappedSlab
 from overspill.slab import Slab
@@ -141,7 +141,10 @@ class StreamedUnit:
         """Whether most of what was fetched has been edited at home since: an optimizer's step is not worth mending."""
         if not self._stamps:
             return True  # an interrupt came before anything was fetched
-        pairs = zip(self.store.stamps(), self._stamps, self.store.layout.specs, strict=True)
+        stamps = self.store.stamps()
+        if stamps == self._stamps:
+            return False
+        pairs = zip(stamps, self._stamps, self.store.layout.specs, strict=True)
         # A stamp that is a mere object says nothing: that tensor is looked at whenever the unit is made live.
         told = [pair for pair in pairs if type(pair[0]) is not object and type(pair[1]) is not object]
         return 2 * sum(spec.nbytes for now, then, spec in told if now != then) > self.nbytes
@@ -228,12 +231,16 @@ class StreamedUnit:
 
     # LIVE: the modules show the live tensors while somebody uses the unit.
 
-    def bind(self, root: nn.Module) -> None:
-        """Show the live tensors. With gradients on, as results of `onload`, which brings gradients to the homes."""
+    def bind(self, root: nn.Module, *, is_first: bool = False) -> None:
+        """Show the live tensors. With gradients on, as results of `onload`, which brings gradients to the homes.
+
+        Those of what a forward needs first are computed last.
+        """
         with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if self._bound and (self._bound_with_grad or not with_grad):
             return
-        shown = self._onloaded() if with_grad else self._shown_plainly()
+        together = LAST_LEAVE_TOGETHER if is_first else LEAVE_TOGETHER
+        shown = self._onloaded(together) if with_grad else self._shown_plainly()
         # One in the place of the other: calls of other threads are under way, and must not see a home in between.
         before, self._bound = {id(bound.shown) for bound in self._bound}, []
         self._bound_with_grad = with_grad
@@ -262,13 +269,13 @@ class StreamedUnit:
             live.requires_grad_(home.requires_grad)
         return live
 
-    def _onloaded(self) -> list[torch.Tensor]:
+    def _onloaded(self, together: int) -> list[torch.Tensor]:
         """The live tensors for a call whose graph is to bring gradients to the homes."""
         homes = self.store.homes
         with torch._C.DisableTorchFunctionSubclass():
             trained = [index for index, home in enumerate(homes) if home.requires_grad]
         lives = [self._live[index].detach() for index in trained]
-        onloaded = onload([homes[index] for index in trained], lives, self._transfer.host_link)
+        onloaded = onload([homes[index] for index in trained], lives, self._transfer.host_link, together)
         for index, live in zip(trained, onloaded, strict=True):
             live.__class__ = LiveResult
             self._results[index] = cast(LiveResult, live)

@@ -146,6 +146,27 @@ def test_a_pass_without_gradients_leaves_the_learned_order_alone(device: str, mo
     assert len(demanded) <= 6
 
 
+def test_gradients_leave_a_block_at_once_but_for_those_that_are_computed_last(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.streamed.LAST_LEAVE_TOGETHER", 1)
+    model, nodes = Net().to(device), dict[str, int]()
+
+    def count(name: str, block: nn.Module) -> None:
+        nodes[name] = len(
+            {each.grad_fn for part in block.modules() for each in part._parameters.values() if each is not None}
+        )
+
+    for name, block in model.blocks.named_children():
+        block.norm2.register_forward_pre_hook(lambda *_, name=name, block=block: count(name, block))
+    overspill.offload_training(model, activations=False, weights=True, layers=3)
+    weights = len(list(model.blocks[0].parameters()))
+    for batch in batches(2, device):
+        nodes.clear()
+        loss_of(model, batch).backward()
+        assert [nodes["0"], nodes["1"], nodes["2"]] == [weights, 1, 1]
+
+
 def test_hooks_of_a_weight_that_gets_no_gradient_are_not_called(device: str) -> None:
     model, called = Net().to(device), list[Any]()
     for block in model.blocks:

@@ -87,8 +87,7 @@ class Frame:
         self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
-        with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
-            self._weights = [(parameter, parameter._version) for parameter in module.parameters()]
+        self._weights = _versions(module)
         self._attention = KeepAttention(keep) if keeps_attention else None
         self._places: list[weakref.ref[_Place]] = []
         self._filled_for: int | None = None
@@ -196,6 +195,18 @@ class Frame:
             "computed. Its forward must do the same twice: pass use_cache=False to a model that fills a cache, or name "
             "other blocks in layers="
         )
+
+
+def _versions(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Each parameter below `module`, and its version. One that is there twice is here twice."""
+    found: list[tuple[torch.Tensor, int]] = []
+    modules: list[nn.Module | None] = [module]
+    with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
+        for each in modules:
+            if each is not None:
+                modules.extend(each._modules.values())
+                found += [(weight, weight._version) for weight in each._parameters.values() if weight is not None]
+    return found
 
 
 def _empty(reference: "weakref.ref[Frame]") -> None:
