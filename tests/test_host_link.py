@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overspill import host_link
-from overspill.host_link import HostLink
+from overspill.host_link import HostLink, Landing
 
 CPU = torch.device("cpu")
 
@@ -90,3 +90,62 @@ def test_to_edit_one_copy_is_not_to_edit_the_others(device: str) -> None:
     assert copies[1]._version == before
     assert copies[1]._base is None
     assert torch.equal(copies[1], sources[1].cpu())
+
+
+# Tensors that leave again and again.
+
+
+def addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_what_leaves_again_lands_where_it_did_before_once_nobody_has_that_any_more() -> None:
+    link, landing = HostLink(CPU), Landing()
+    sources = [torch.randn(3, 5), torch.randn(64)]
+    _, first = link.send(sources, landing)
+    before = addresses(first)
+    _, second = link.send(sources, landing)
+    assert addresses(second) != before, "somebody has the first"
+    sources = [source + 1 for source in sources]
+    kept = first[1][:4]
+    expected = kept.clone()
+    del first, second
+    _, third = link.send(sources, landing)
+    assert addresses(third) != before, "somebody has a part of the first"
+    assert torch.equal(kept, expected)
+    del kept, third
+    _, fourth = link.send(sources, landing)
+    assert addresses(fourth) == before
+    assert all(map(torch.equal, fourth, sources))
+    versions = [copy._version for copy in fourth]
+    fourth[0].zero_()
+    assert [copy._version for copy in fourth] == [versions[0] + 1, versions[1]], "they are tensors of their own"
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [[torch.randn(3, 5).t(), torch.randn(64)], [torch.randn(5, 3)], [torch.randn(5, 3), torch.randn(64).double()]],
+    ids=["strides", "fewer", "dtype"],
+)
+def test_what_is_laid_out_otherwise_lands_elsewhere(sources: list[torch.Tensor]) -> None:
+    link, landing = HostLink(CPU), Landing()
+    link.send([torch.randn(5, 3), torch.randn(64)], landing)
+    _, copies = link.send(sources, landing)
+    for source, copy in zip(sources, copies, strict=True):
+        assert torch.equal(copy, source)
+        assert copy.dtype == source.dtype
+        assert copy.stride() == source.stride()
+
+
+def test_landing_takes_no_more_memory_than_is_in_use() -> None:
+    link, landings = HostLink(CPU), [Landing() for _ in range(3)]
+    sources = [torch.randn(1 << 20)]
+    for _ in range(5):
+        held = [link.send(sources, landing)[1] for landing in landings]  # gradients
+        taken = link.pool.nbytes - link.pool.free_bytes()
+        assert taken == 3 * sources[0].nbytes
+        more = link.send(sources, landings[0])[1]  # those that are added to them
+        assert link.pool.nbytes - link.pool.free_bytes() == 4 * sources[0].nbytes
+        del more
+        assert link.pool.nbytes - link.pool.free_bytes() == taken
+        del held

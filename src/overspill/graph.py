@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 
 from overspill.config import MIB
-from overspill.host_link import Departure, HostLink
+from overspill.host_link import Departure, HostLink, Landing
 from overspill.slab import Layout, Slab
 from overspill.tensors import is_dense, over
 
@@ -23,15 +23,34 @@ from overspill.tensors import is_dense, over
 # backward returns. Each pair of nodes serves several weights of a unit: the interpreter is what short steps wait for.
 
 
+class Way(NamedTuple):
+    """How the gradients of some weights get home."""
+
+    link: HostLink
+    landing: Landing
+
+
+class Ways:
+    """How the gradients of a unit's weights get home: those of one graph as those of the next."""
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        self._by_start: dict[int, Way] = {}
+
+    def of_those_from(self, start: int) -> Way:
+        """The one for weights that leave together, of which this is the first."""
+        return self._by_start.setdefault(start, Way(self._link, Landing()))
+
+
 class _Leave(torch.autograd.Function):
     """Home to live, as autograd sees it: the same values, and a gradient that leaves for where the home is."""
 
     @staticmethod
     def forward(
-        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], link: HostLink, *homes: torch.Tensor
+        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], way: "Way", *homes: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a weight that no loss depends on gets no gradient
-        ctx.under_way, ctx.link = under_way, link
+        ctx.under_way, ctx.way = under_way, way
         ctx.device = homes[0].device
         return tuple(lives)
 
@@ -47,7 +66,7 @@ class _Leave(torch.autograd.Function):
             else:
                 leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
         if leaving:
-            departure, copies = ctx.link.send(list(leaving.values()))
+            departure, copies = ctx.way.link.send(list(leaving.values()), ctx.way.landing)
             ctx.under_way.append(departure)
             for index, copy in zip(leaving, copies, strict=True):
                 arriving[index] = copy
@@ -104,7 +123,7 @@ LAST_LEAVE_TOGETHER = 32 * MIB
 
 
 def onload(
-    homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], link: HostLink, together: int = LEAVE_TOGETHER
+    homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], ways: Ways, together: int = LEAVE_TOGETHER
 ) -> list[torch.Tensor]:
     """`lives`, such that their gradients arrive at `homes`, about `together` bytes at once."""
     if is_replaying():
@@ -114,7 +133,8 @@ def onload(
         group = slice(len(shown), len(shown) + _how_many(homes[len(shown) :], together))
         under_way: list[Departure] = []
         shapes = _Arrive.apply(under_way, *homes[group])  # type: ignore[no-untyped-call]
-        shown += _Leave.apply(list(lives[group]), under_way, link, *shapes)  # type: ignore[no-untyped-call]
+        way = ways.of_those_from(len(shown))
+        shown += _Leave.apply(list(lives[group]), under_way, way, *shapes)  # type: ignore[no-untyped-call]
     return shown
 
 

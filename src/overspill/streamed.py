@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU, storage_users
-from overspill.graph import LAST_LEAVE_TOGETHER, LEAVE_TOGETHER, onload
+from overspill.graph import LAST_LEAVE_TOGETHER, LEAVE_TOGETHER, Ways, onload
 from overspill.homes import DiskTensor, HostTensor
 from overspill.mapping import MappedSlab
 from overspill.slab import Slab
@@ -97,6 +97,7 @@ class StreamedUnit:
         self._live: list[torch.Tensor] = []
         self._parameters: dict[int, LiveParameter] = {}  # the same tensors, to be shown as what their homes are
         self._results: dict[int, LiveResult] = {}  # … and as results of them, while they are shown so
+        self._ways: Ways | None = None  # of gradients
         self._stamps: list[object] = []
         self._versions: list[int] = []
         self._bound: list[_Bound] = []
@@ -275,7 +276,9 @@ class StreamedUnit:
         with torch._C.DisableTorchFunctionSubclass():
             trained = [index for index, home in enumerate(homes) if home.requires_grad]
         lives = [self._live[index].detach() for index in trained]
-        onloaded = onload([homes[index] for index in trained], lives, self._transfer.host_link, together)
+        if self._ways is None:
+            self._ways = Ways(self._transfer.host_link)
+        onloaded = onload([homes[index] for index in trained], lives, self._ways, together)
         for index, live in zip(trained, onloaded, strict=True):
             live.__class__ = LiveResult
             self._results[index] = cast(LiveResult, live)

@@ -167,6 +167,18 @@ def test_gradients_leave_a_block_at_once_but_for_those_that_are_computed_last(
         assert [nodes["0"], nodes["1"], nodes["2"]] == [weights, 1, 1]
 
 
+@pytest.mark.gpu
+def test_gradients_are_where_they_were_a_step_ago() -> None:
+    model, places = Net().cuda(), []
+    overspill.offload_training(model, activations=False, weights=True)
+    for batch in batches(3, "cuda:0"):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        places.append([each.grad.data_ptr() for each in model.blocks.parameters() if each.grad is not None])
+    assert places[0] == places[1] == places[2], "host memory was taken anew, or copied"
+    assert len(set(places[0])) == len(list(model.blocks.parameters()))
+
+
 def test_hooks_of_a_weight_that_gets_no_gradient_are_not_called(device: str) -> None:
     model, called = Net().to(device), list[Any]()
     for block in model.blocks:
