@@ -157,7 +157,11 @@ class Stage:
 
     def lend(self, name: str) -> Slab:
         step = self.residency._steps[self.roots[name], Phase.BACKWARD]
-        return Loan(self.residency, step, self.units[name]).lend()
+        loan = Loan(self.residency, step, self.units[name])
+        loan.weight(0, loan.version(0))
+        slab = self.units[name].slab
+        assert slab is not None
+        return slab
 
     def backward(self, names: str) -> None:
         """A backward that needs these units, one after the other."""
@@ -632,9 +636,25 @@ def test_a_call_knows_how_its_backward_gets_its_units_again() -> None:
     assert loan.version(0) == stage.shelves["a"].edits
     assert slab is stage.units["a"].slab
     stage.residency.clear()
-    again = loan.lend()
-    assert again is stage.units["a"].slab
+    weight = loan.weight(0, loan.version(0))
+    again = stage.units["a"].slab
     assert again not in (None, slab)
+    assert weight is again.tensors()[0]
+
+
+def test_a_weight_is_taken_while_nobody_drops_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(alike("ab"), window=2)
+    with torch.enable_grad():
+        stage.call("a")
+    owned, tensors, safe = stage.residency.lock._is_owned, Slab.tensors, list[bool]()
+
+    def noting(self: Slab) -> list[torch.Tensor]:
+        safe.append(owned())
+        return tensors(self)
+
+    monkeypatch.setattr(Slab, "tensors", noting)
+    in_a_backward(lambda: (stage.lend("a"), stage.lend("a")))
+    assert safe == [True, True], "its slab may be passed on before somebody has the weight"
 
 
 def test_a_version_is_asked_while_nobody_drops_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,15 +233,18 @@ def test_a_slab_that_somebody_has_a_part_of_stays_theirs(what: str) -> None:
     assert window.pass_on(taken)
 
 
-def test_a_slab_is_not_passed_on_before_it_has_tensors_or_from_outside_the_window() -> None:
-    window = Window(64 * KIB, torch.device("cpu"))
-    taken = window.take(LAYOUT.nbytes)
-    assert taken is not None
-    assert not window.pass_on(taken)
+def test_a_slab_from_elsewhere_is_not_passed_on() -> None:
+    window = Window(64 * KIB, torch.device("cpu"), held=False)
     extra = extra_slab(LAYOUT.nbytes, torch.device("cpu"), [])
     extra.layout = LAYOUT
     extra.tensors()
     assert not window.pass_on(extra)
+    before = filled_slab(window)
+    window.let_go()
+    assert not window.pass_on(before)
+    after = filled_slab(window)
+    assert not window.pass_on(before), "the memory that it is in is to be given back"
+    assert window.pass_on(after)
 
 
 def test_units_alike_have_one_layout() -> None:

@@ -57,19 +57,14 @@ class Loan:
         A backward asks for each weight of a block, one right after the other, and short steps wait for that.
         """
         residency, unit = self._residency, self._unit
-        with residency.lock:  # another thread may be dropping the unit meanwhile
+        with residency.lock:  # another thread may be dropping the unit, and passing its slab on, at any other time
             now = unit.version(index)
+            if now == version and unit.slab is not None and residency.is_at(self._step, unit):
+                return unit.slab.tensors()[index]
         if now != version:
             shape = list(unit.store.layout.specs[index].shape)
             refuse_edited(f"an offloaded weight of shape {shape} was edited between forward and backward")
-        return self.lend().tensors()[index]
-
-    def lend(self) -> Slab:
-        """The unit's bytes, arrived as far as the current stream is concerned. They live as long as views of them."""
-        slab = self._unit.slab  # before it is asked what has arrived: whoever drops the unit meanwhile does that first
-        if slab is not None and self._residency.is_at(self._step, self._unit):
-            return slab
-        return self._residency.lend(self._step, self._unit)
+        return residency.lend(self._step, unit)[index]
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
@@ -206,8 +201,8 @@ class Residency:
             and self._trained.last is step
         )
 
-    def lend(self, step: Step, unit: StreamedUnit) -> Slab:
-        """The bytes of a unit for a step of a backward."""
+    def lend(self, step: Step, unit: StreamedUnit) -> list[torch.Tensor]:
+        """The tensors of a unit for a step of a backward. Their memory is nobody else's while somebody has one of them."""
         line, now = self._line(), self._now()
         with self.lock:
             self._begin_backward()
@@ -227,7 +222,7 @@ class Residency:
                 unit.arrived_for = now
                 assert unit.slab is not None
                 unit.slab.lend_on(self._stream())
-                return unit.slab
+                return list(unit.slab.tensors())
         finally:
             with self.lock:
                 unit.users -= 1

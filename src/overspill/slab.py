@@ -123,8 +123,8 @@ class Slab:
         self.name = ""  # of the unit that they are
         self.layout: Layout | None = None  # of that unit's tensors in it
         self.is_extra = False  # no window has room for it: it goes as soon as nobody uses it
+        self.arena: object = None  # stands for what it was taken from
         self._tensors: list[torch.Tensor] = []
-        self._unshared: list[int] = []
 
     def tensors(self) -> list[torch.Tensor]:
         """The unit's tensors, plain ones, where they lie in it. Made once."""
@@ -137,18 +137,11 @@ class Slab:
                     over(storage, spec.dtype, start, spec.shape, spec.strides or ())
                     for spec, start in self.layout.spots()
                 ]
-            self._unshared = self._references()
         return self._tensors
 
     def is_shared(self) -> bool:
-        """Whether anybody has a view of these bytes, or one of the tensors. Unknown before there are tensors: maybe."""
-        return not self._tensors or self._references() != self._unshared
-
-    def _references(self) -> list[int]:
-        """How often all that views these bytes is referred to: from Python, and from within torch."""
-        tensors = self._tensors
-        users = storage_users(self.memory.untyped_storage())
-        return [users, *map(sys.getrefcount, tensors), *map(_uses_within_torch, tensors)]
+        """Whether anybody but this has a view of these bytes, or one of the tensors."""
+        return _references(self.memory, self._tensors) != _references_of_one(len(self._tensors))
 
     def used_until(self, event: torch.Event | None) -> None:
         """The work in front of `event` uses these bytes: nobody may overwrite them before it has passed."""
@@ -170,6 +163,20 @@ class Slab:
         self.lent_on.clear()
 
 
+def _references(memory: torch.Tensor, tensors: list[torch.Tensor]) -> list[int]:
+    """How often some memory and all tensors over it are referred to: from Python, and from within torch."""
+    users = storage_users(memory.untyped_storage())
+    return [users, *map(sys.getrefcount, tensors), *map(_uses_within_torch, tensors)]
+
+
+@lru_cache(maxsize=64)
+def _references_of_one(count: int) -> list[int]:
+    """The same where one list has the tensors, and nobody anything else."""
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty(1, dtype=torch.uint8)
+        return _references(memory, [over(memory.untyped_storage(), torch.uint8, 0, (1,), (1,)) for _ in range(count)])
+
+
 _uses_within_torch: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
@@ -179,6 +186,7 @@ class _Arena:
     def __init__(self, nbytes: int, device: torch.device, streams: Sequence[torch.Stream]) -> None:
         self._made_on: torch.Stream | None = None
         self.device = device
+        self.key = object()
         self.memory = new_arena(nbytes, device)
         self.nbytes = nbytes
         self._made_on = current_stream(device)
@@ -203,7 +211,9 @@ class _Arena:
         memory, owner = lease_range(self.memory, start, nbytes)
         weakref.finalize(owner, self._returned.append, taken).atexit = False
         self._note_user()
-        return Slab(memory, events, taken.events, taken.lent_on)
+        slab = Slab(memory, events, taken.events, taken.lent_on)
+        slab.arena = self.key
+        return slab
 
     def pass_on(self, slab: Slab) -> None:
         slab.overwrite_after = [*slab.uses, *self._last_uses([slab.lent_on])]
@@ -285,7 +295,7 @@ class Window:
 
     def pass_on(self, slab: Slab) -> bool:
         """Let a slab and its tensors be for whoever comes next, if nobody else has a part. Quicker than a new one."""
-        if self._arena is None or slab.is_extra or slab.is_shared():
+        if self._arena is None or slab.arena is not self._arena.key or slab.is_shared():
             return False
         self._arena.pass_on(slab)
         return True

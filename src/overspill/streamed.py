@@ -130,7 +130,7 @@ class StreamedUnit:
     def start(self, slab: Slab, transfer: Transfer, priority: int) -> None:
         stamps = enumerate(self.store.stamps())
         self._stamps = [stamp if self.store.brings(index) else _NOT_FETCHED for index, stamp in stamps]
-        self.arrived_for = None  # first: `Residency.lend` looks at the two without a lock
+        self.arrived_for = None
         self.slab = slab
         slab.name = self.name
         if not isinstance(slab, MappedSlab):
