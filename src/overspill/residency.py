@@ -202,7 +202,7 @@ class Residency:
         )
 
     def lend(self, step: Step, unit: StreamedUnit) -> list[torch.Tensor]:
-        """The tensors of a unit for a step of a backward. Their memory is nobody else's while somebody has one of them."""
+        """The tensors of a unit for a step of a backward. While somebody has one, nobody gets their memory."""
         line, now = self._line(), self._now()
         with self.lock:
             self._begin_backward()
