@@ -646,7 +646,8 @@ def test_a_weight_is_taken_while_nobody_drops_its_unit(monkeypatch: pytest.Monke
     stage = Stage(alike("ab"), window=2)
     with torch.enable_grad():
         stage.call("a")
-    owned, tensors, safe = stage.residency.lock._is_owned, Slab.tensors, list[bool]()
+    owned = stage.residency.lock._is_owned  # type: ignore[attr-defined]
+    tensors, safe = Slab.tensors, list[bool]()
 
     def noting(self: Slab) -> list[torch.Tensor]:
         safe.append(owned())
