@@ -1,5 +1,6 @@
 """How much memory a program holds that is no file's, for the children that measure themselves."""
 
+import ctypes
 import threading
 from pathlib import Path
 
@@ -8,6 +9,12 @@ def held() -> int:
     """Bytes. A window may be counted as shared memory: that is not given back under pressure either."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+
+
+def held_in_use() -> int:
+    """The same without what the C library keeps of memory that was freed: large tensors may come from there, too."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return held()
 
 
 class Watch:
