@@ -1,4 +1,4 @@
-"""What overspill costs where it has nothing to move: its import, its plans, and a model that fits.
+"""What overspill costs beside moving bytes: its import, its plans, a model that fits, and training of tiny blocks.
 
     PYTHONPATH=src python3 benchmarks/overhead.py --out results.json
 
@@ -6,6 +6,7 @@ Runs on any machine in about a minute. Ends with status 1 when a promise was not
 """
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -20,8 +21,10 @@ from typing import Any, Final
 
 import torch
 from accelerate import infer_auto_device_map
-from common import Check, Row, Timing, alternate, environment, repeat, report, table, time_once
+from common import Check, Row, Timing, alternate, environment, repeat, report, synchronize, table, time_once
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import overspill
 
@@ -34,6 +37,7 @@ PLANNED: Final = (1_000, 10_000, 50_000)
 TENSORS_A_BLOCK: Final = 10
 LAYERS: Final = 300
 """Of the model that fits: small ones, so that whatever is done a layer shows."""
+TRAINED_BLOCKS: Final = 28
 IN_A_ROW: Final = 10
 """Passes on the clock at once, since one takes less than a millisecond."""
 
@@ -177,6 +181,71 @@ def _passes(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return run
 
 
+# Training.
+
+
+class TinyBlock(nn.Module):
+    """A decoder block as in Llama, so small that a step is nothing but what the host does for it."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (part(h).unflatten(-1, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        x = x + self.o(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class TinyStack(nn.Module):
+    """Some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TinyBlock() for _ in range(TRAINED_BLOCKS))
+        self.checkpointed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def training(times: int) -> Row:
+    """A step with weights in host memory and recomputed blocks, beside checkpointing with resident weights."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    plain = TinyStack().to(device)
+    ours = copy.deepcopy(plain)
+    plain.checkpointed = True
+    overspill.offload_training(ours, activations=False, weights=True, recompute=True)
+    x = torch.randn(1, 16, 64, device=device)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        synchronize()
+
+    timing, theirs = alternate(partial(step, ours), partial(step, plain), times)
+    pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+    same_bits = all(torch.equal(mine.grad.cpu(), other.grad.cpu()) for mine, other in pairs)  # type: ignore[union-attr]
+    return Row(
+        name="training",
+        what=f"train {TRAINED_BLOCKS} tiny blocks, weights in host memory, recomputed, on {device.type}",
+        ours=timing,
+        peer=theirs,
+        peer_is="checkpointing, resident",
+        checks=[Check("same bits as checkpointing", "yes" if same_bits else "no", same_bits)],
+        details={"more than checkpointing, µs a block": (timing.median - theirs.median) / TRAINED_BLOCKS * 1e6},
+    )
+
+
 def main() -> int:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,6 +257,7 @@ def main() -> int:
     start = time.perf_counter()
     quick = arguments.quick
     rows = [importing(3 if quick else 7), *planning(3 if quick else 5), resident(100 if quick else 500)]
+    rows.append(training(10 if quick else 100))
     print("\n" + "\n\n".join(report(row) for row in rows))
     print(f"\n{table(rows)}\n\nall of it took {time.perf_counter() - start:.0f} s")
     if arguments.out:
