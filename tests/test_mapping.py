@@ -619,6 +619,25 @@ def test_a_unit_that_another_thread_maps_while_this_one_waits_for_room_is_not_us
     assert unguarded == [False]
 
 
+def test_each_call_without_gradients_in_the_midst_of_a_backward_has_its_lease(model: Net, reference: Net) -> None:
+    hidden = torch.randn(2, 12, reference.blocks[1].norm.weight.numel())
+    unit = next(unit for unit in streamed_units(model) if unit.name == "blocks.1")
+    outputs, guarded = list[torch.Tensor](), list[bool]()
+
+    def call(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            outputs.extend(model.blocks[1](hidden) for _ in range(2))
+
+    model.blocks[1].norm.register_forward_hook(lambda *_: guarded.append(unit.mapped is None or unit.mapped.is_held))
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(call)
+    x.backward()
+    with torch.no_grad():
+        expected = reference.blocks[1](hidden)
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert guarded == [True, True]
+
+
 def test_a_call_with_gradients_takes_nothing_from_pages_that_nobody_guards(model: Net, reference: Net) -> None:
     infer(model)
     unit = streamed_units(model)[-1]
