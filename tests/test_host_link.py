@@ -100,7 +100,8 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def test_what_leaves_again_lands_where_it_did_before_once_nobody_has_that_any_more() -> None:
-    link, landing = HostLink(CPU), Landing()
+    link = HostLink(CPU)
+    landing = Landing(link)
     sources = [torch.randn(3, 5), torch.randn(64)]
     _, first = link.send(sources, landing)
     before = addresses(first)
@@ -128,7 +129,8 @@ def test_what_leaves_again_lands_where_it_did_before_once_nobody_has_that_any_mo
     ids=["strides", "fewer", "dtype"],
 )
 def test_what_is_laid_out_otherwise_lands_elsewhere(sources: list[torch.Tensor]) -> None:
-    link, landing = HostLink(CPU), Landing()
+    link = HostLink(CPU)
+    landing = Landing(link)
     link.send([torch.randn(5, 3), torch.randn(64)], landing)
     _, copies = link.send(sources, landing)
     for source, copy in zip(sources, copies, strict=True):
@@ -138,7 +140,8 @@ def test_what_is_laid_out_otherwise_lands_elsewhere(sources: list[torch.Tensor])
 
 
 def test_landing_takes_no_more_memory_than_is_in_use() -> None:
-    link, landings = HostLink(CPU), [Landing() for _ in range(3)]
+    link = HostLink(CPU)
+    landings = [Landing(link) for _ in range(3)]
     sources = [torch.randn(1 << 20)]
     for _ in range(5):
         held = [link.send(sources, landing)[1] for landing in landings]  # gradients

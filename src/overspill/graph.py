@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
 from overspill.config import MIB
-from overspill.host_link import Departure, HostLink, Landing
+from overspill.host_link import Departure, Landing
 from overspill.slab import Layout, Slab
 from overspill.tensors import is_dense, over
 
@@ -23,34 +23,15 @@ from overspill.tensors import is_dense, over
 # backward returns. Each pair of nodes serves several weights of a unit: the interpreter is what short steps wait for.
 
 
-class Way(NamedTuple):
-    """How the gradients of some weights get home."""
-
-    link: HostLink
-    landing: Landing
-
-
-class Ways:
-    """How the gradients of a unit's weights get home: those of one graph as those of the next."""
-
-    def __init__(self, link: HostLink) -> None:
-        self._link = link
-        self._by_start: dict[int, Way] = {}
-
-    def of_those_from(self, start: int) -> Way:
-        """The one for weights that leave together, of which this is the first."""
-        return self._by_start.setdefault(start, Way(self._link, Landing()))
-
-
 class _Leave(torch.autograd.Function):
     """Home to live, as autograd sees it: the same values, and a gradient that leaves for where the home is."""
 
     @staticmethod
     def forward(
-        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], way: "Way", *homes: torch.Tensor
+        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], landing: Landing, *homes: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a weight that no loss depends on gets no gradient
-        ctx.under_way, ctx.way = under_way, way
+        ctx.under_way, ctx.landing = under_way, landing
         ctx.device = homes[0].device
         return tuple(lives)
 
@@ -66,7 +47,7 @@ class _Leave(torch.autograd.Function):
             else:
                 leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
         if leaving:
-            departure, copies = ctx.way.link.send(list(leaving.values()), ctx.way.landing)
+            departure, copies = ctx.landing.link.send(list(leaving.values()), ctx.landing)
             ctx.under_way.append(departure)
             for index, copy in zip(leaving, copies, strict=True):
                 arriving[index] = copy
@@ -123,9 +104,12 @@ LAST_LEAVE_TOGETHER = 32 * MIB
 
 
 def onload(
-    homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], ways: Ways, together: int = LEAVE_TOGETHER
+    homes: Sequence[torch.Tensor], lives: Sequence[torch.Tensor], landing_of: Callable[[int], Landing], together: int
 ) -> list[torch.Tensor]:
-    """`lives`, such that their gradients arrive at `homes`, about `together` bytes at once."""
+    """`lives`, such that their gradients arrive at `homes`, about `together` bytes at once.
+
+    `landing_of`: where those land of which this is the first.
+    """
     if is_replaying():
         return [live.requires_grad_() for live in lives]
     shown: list[torch.Tensor] = []
@@ -133,8 +117,8 @@ def onload(
         group = slice(len(shown), len(shown) + _how_many(homes[len(shown) :], together))
         under_way: list[Departure] = []
         shapes = _Arrive.apply(under_way, *homes[group])  # type: ignore[no-untyped-call]
-        way = ways.of_those_from(len(shown))
-        shown += _Leave.apply(list(lives[group]), under_way, way, *shapes)  # type: ignore[no-untyped-call]
+        landing = landing_of(len(shown))
+        shown += _Leave.apply(list(lives[group]), under_way, landing, *shapes)  # type: ignore[no-untyped-call]
     return shown
 
 
@@ -295,14 +279,6 @@ def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> AbstractCon
 
 
 _OURS = (_SavedWeight, SavedTensor)
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """What is equal for tensors that share their memory; 0 for those that have none of the usual sort."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
-        return 0
 
 
 def _no_note(tensor: torch.Tensor, start: int, layout: Layout | None, lender: Lender) -> None:

@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU, storage_users
-from overspill.graph import LAST_LEAVE_TOGETHER, LEAVE_TOGETHER, Ways, onload
+from overspill.graph import LAST_LEAVE_TOGETHER, LEAVE_TOGETHER, onload
 from overspill.homes import DiskTensor, HostTensor
+from overspill.host_link import Landing
 from overspill.mapping import MappedSlab
 from overspill.slab import Slab
 from overspill.store import Store
@@ -97,7 +98,7 @@ class StreamedUnit:
         self._live: list[torch.Tensor] = []
         self._parameters: dict[int, LiveParameter] = {}  # the same tensors, to be shown as what their homes are
         self._results: dict[int, LiveResult] = {}  # … and as results of them, while they are shown so
-        self._ways: Ways | None = None  # of gradients
+        self._landings: dict[int, Landing] = {}  # of gradients that leave together, by the first of them
         self._stamps: list[object] = []
         self._versions: list[int] = []
         self._bound: list[_Bound] = []
@@ -276,15 +277,18 @@ class StreamedUnit:
         with torch._C.DisableTorchFunctionSubclass():
             trained = [index for index, home in enumerate(homes) if home.requires_grad]
         lives = [self._live[index].detach() for index in trained]
-        if self._ways is None:
-            self._ways = Ways(self._transfer.host_link)
-        onloaded = onload([homes[index] for index in trained], lives, self._ways, together)
+        onloaded = onload([homes[index] for index in trained], lives, self._landing_of, together)
         for index, live in zip(trained, onloaded, strict=True):
             live.__class__ = LiveResult
             self._results[index] = cast(LiveResult, live)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             shown = self._results
             return [shown[index] if index in shown else self._shown_as_its_home(index) for index in range(len(homes))]
+
+    def _landing_of(self, first: int) -> Landing:
+        if first not in self._landings:
+            self._landings[first] = Landing(self._transfer.host_link)
+        return self._landings[first]
 
     def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor, before: Collection[int]) -> None:
         table = table_of(place)

@@ -81,6 +81,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """What is equal for tensors that share their memory; 0 for those that have none of the usual sort."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
+        return 0
+
+
 class Place(NamedTuple):  # there are as many as tensors, and nothing that cannot be changed is made faster
     """One spot where a tensor hangs in the module tree: `module._parameters[name]` or `module._buffers[name]`."""
 

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.config import DEVICE_ALIGNMENT, MIB, SMALL_TENSOR
 from overspill.devices import current_stream, current_stream_waits, keep_for, running_backward, total_memory
-from overspill.graph import SavedTensor, Version, storage_key
+from overspill.graph import SavedTensor, Version
 from overspill.host_link import Departure, HostLink
-from overspill.tensors import view_over
+from overspill.tensors import storage_key, view_over
 from overspill.training.spill import SpillFile
 
 

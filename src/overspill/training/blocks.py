@@ -12,9 +12,10 @@ from torch import nn
 from overspill.attach import Arguments, is_compiled
 from overspill.devices import running_backward
 from overspill.errors import PlanError
-from overspill.graph import SavedTensor, is_replaying, storage_key
+from overspill.graph import SavedTensor, is_replaying
 from overspill.homes import DiskTensor, HostTensor
 from overspill.movement import tensors_in
+from overspill.tensors import storage_key
 from overspill.training.activations import Activations, Saved
 from overspill.training.host_room import HostRoom
 from overspill.training.modes import Mode

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from overspill.devices import Moment
-from overspill.graph import storage_key
+from overspill.tensors import storage_key
 from overspill.training.recompute import Frame
 
 
