@@ -253,7 +253,7 @@ def test_threads_train_a_part_each(where: Where, model: Net, twin: Net) -> None:
 
     def work(index: int) -> None:
         generator = torch.Generator().manual_seed(index)
-        for _ in range(10):
+        for _ in range(50):  # fewer may be over before the other part has come and gone once
             x = torch.randn(2, 32, generator=generator).to(where.device)
             for net in (model, twin):
                 net.blocks[index](x).square().mean().backward()
