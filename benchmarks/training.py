@@ -239,9 +239,13 @@ def fused_adamw(model: nn.Module) -> Any:
 
 
 @contextmanager
-def ours(case: Case, *, compiled: bool = False, **options: Any) -> Iterator[tuple[nn.Module, Step]]:
-    """offload_training."""
+def ours(
+    case: Case, *, compiled: bool = False, all_blocks: bool = False, **options: Any
+) -> Iterator[tuple[nn.Module, Step]]:
+    """offload_training; of all blocks, or of all but the last, as is usual."""
     with plain(case, compiled=compiled) as (model, step):
+        if all_blocks:
+            options["layers"] = [f"layers.{index}" for index in range(case.shape.layers)]
         overspill.offload_training(model, **options)
         try:
             yield model, step
@@ -349,20 +353,32 @@ ACTIVATIONS: Final = Way("ours: activations", partial(ours), times=5)
 RECOMPUTE: Final = Way("ours: recompute + inputs", partial(ours, recompute=True))
 ALL_RECOMPUTE: Final = Way("ours: recompute + activations, weights", partial(ours, recompute=True, weights=True))
 WEIGHTS: Final = Way("ours: weights, recompute", partial(ours, activations=False, weights=True, recompute=True))
+_LEAST: Final = {"all_blocks": True, "recompute": True, "weights": True, "double_buffering": False}
+LEAST: Final = Way("ours: the same, all blocks, one buffer", partial(ours, **_LEAST))
 COMPILED: Final = Way(
     "ours: weights, recompute, compiled",
     partial(ours, activations=False, weights=True, recompute=True, compiled=True),
     warm_up=6,
 )
+LEAST_COMPILED: Final = Way("ours: all blocks, one buffer, compiled", partial(ours, **_LEAST, compiled=True), warm_up=6)
 PEERS_COMPILED: Final = [
     Way("checkpointing, compiled", partial(plain, checkpointed=True, compiled=True), warm_up=6),
     Way("FSDP2 CPUOffloadPolicy, compiled", partial(fsdp2, compiled=True), times=5, compared=False, warm_up=6),
 ]
 
 
-def within(*budgets: str) -> list[Way]:
+def within(*budgets: str, warm_up: int = 3, **options: Any) -> list[Way]:
     """memory=, each block as it is fastest."""
-    return [Way(f"{_WITHIN}{budget}", partial(ours, memory=budget), times=5) for budget in budgets]
+    more = "".join(f", {name}" for name, value in options.items() if value)
+    return [
+        Way(f"{_WITHIN}{budget}{more}", partial(ours, memory=budget, **options), times=5, warm_up=warm_up)
+        for budget in budgets
+    ]
+
+
+def within_least(*budgets: str) -> list[Way]:
+    """… where weights stream as well, through as little memory as can be."""
+    return within(*budgets, weights=True, double_buffering=False)
 
 
 def cases() -> dict[str, tuple[Case, list[Way]]]:
@@ -370,14 +386,19 @@ def cases() -> dict[str, tuple[Case, list[Way]]]:
     acts = [PEERS["plain"], PEERS["checkpointing"], PEERS["torchtune"], PEERS["save_on_cpu"], ACTIVATIONS, RECOMPUTE]
     quick = [way for way in acts if way.name != "torch save_on_cpu"]
     result = {
-        "8B-2x4096": (Case("8B-2x4096", BLOCKS_8B, 2, 4096), [*acts, *within("18GB", "11GB", "9.15GB", "8.75GB")]),
+        "8B-2x4096": (
+            Case("8B-2x4096", BLOCKS_8B, 2, 4096),
+            [*acts, *within("18GB", "11GB", "9.15GB", "8.75GB"), *within("8.3GB", double_buffering=False)],
+        ),
         "8B-4x8192": (Case("8B-4x8192", BLOCKS_8B, 4, 8192), [*quick, *within("62GB", "25GB", "16.1GB", "13.4GB")]),
     }
-    for tokens in (2048, 8192, 16384):
+    for tokens, budget, small in ((2048, "11.9GB", "1.2GB"), (8192, "12.9GB", "3.3GB"), (16384, "14.4GB", "6GB")):
         case = Case(f"3B-{tokens}", LLAMA_3B, 1, tokens)
-        result[case.name] = (case, [PEERS["checkpointing"], PEERS["fsdp2"], WEIGHTS, ALL_RECOMPUTE])
+        mine = [WEIGHTS, ALL_RECOMPUTE, LEAST, *within(budget), *within_least(small)]
+        result[case.name] = (case, [PEERS["checkpointing"], PEERS["fsdp2"], *mine])
     short = Case("3B-2048-compiled", LLAMA_3B, 1, 2048)
-    result[short.name] = (short, [PEERS_COMPILED[0], COMPILED, PEERS_COMPILED[1]])
+    mine = [COMPILED, LEAST_COMPILED, *within("11.9GB", warm_up=8, compiled=True)]
+    result[short.name] = (short, [PEERS_COMPILED[0], *mine, PEERS_COMPILED[1]])
     step = Case("3B-8192-step", LLAMA_3B, 1, 8192)
     whole = [
         Way("FSDP2 + fused AdamW", partial(fsdp2, optimizer=fused_adamw), times=3, compared=False),
@@ -387,6 +408,7 @@ def cases() -> dict[str, tuple[Case, list[Way]]]:
             times=3,
             compared=False,
         ),
+        Way("ours: the same, inputs, all blocks, one buffer", partial(ours_with_host_adamw, **_LEAST), 3, False),
     ]
     result[step.name] = (step, whole)
     return result

@@ -1,6 +1,7 @@
 """Bytes that leave a device: together in one slab, and no more at once than may be."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,11 +70,9 @@ def test_what_leaves_is_held_until_its_copy_has_ended(marks: list[Mark]) -> None
 
 
 @pytest.mark.parametrize(("limit", "under_way"), [(4096, 4), (1, 2)], ids=["four fit", "two however large"])
-def test_whoever_sends_waits_while_too_much_is_under_way(
-    limit: int, under_way: int, marks: list[Mark], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_link, "IN_FLIGHT", limit)
+def test_whoever_sends_waits_while_too_much_is_under_way(limit: int, under_way: int, marks: list[Mark]) -> None:
     link = HostLink(CPU)
+    link.pace = replace(link.pace, in_flight=limit)
     sent = []
     for _ in range(6):
         link.send([torch.zeros(1024, dtype=torch.uint8)])

@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
-from overspill.config import MIB
 from overspill.host_link import Departure, Landing
 from overspill.slab import Layout, Slab
 from overspill.tensors import is_dense, over
@@ -94,13 +93,6 @@ class Replaying:
 def is_replaying() -> bool:
     """Whether this thread computes a block once more."""
     return getattr(_thread, "replays", 0) > 0
-
-
-LEAVE_TOGETHER = 256 * MIB
-"""Gradients of so many bytes leave at once. They take device memory until the last of them has been computed."""
-
-LAST_LEAVE_TOGETHER = 32 * MIB
-"""… of those that are computed last: backward ends when they have arrived, and has nothing else to do meanwhile."""
 
 
 def onload(

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -11,8 +12,21 @@ from overspill.config import DEVICE_ALIGNMENT, MIB, align
 from overspill.devices import new_stream, on_stream, record_event, stream_waits, users_counter, without_autograd
 from overspill.slab import HostPool, Slab
 
-IN_FLIGHT = 512 * MIB
-"""Bytes that may be on their way to host memory at once, or two departures. What is on its way takes device memory."""
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How much leaves a device at once: what is on its way, or waits for others to leave with, takes device memory."""
+
+    in_flight: int
+    """Bytes that may be on their way to host memory at once, or two departures."""
+    together: int
+    """Gradients of so many bytes share a departure, once the last of them has been computed."""
+    last_together: int
+    """… of those that are computed last: backward ends when they have arrived, and has nothing else to do meanwhile."""
+
+
+USUAL = Pace(in_flight=512 * MIB, together=256 * MIB, last_together=32 * MIB)
+IN_SMALL_PARTS = Pace(in_flight=64 * MIB, together=32 * MIB, last_together=32 * MIB)
 
 
 class Departure:
@@ -79,6 +93,7 @@ class HostLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = HostPool(device)
+        self.pace = USUAL
         self._departures, self._returns = new_stream(device), new_stream(device)
         self._under_way: deque[Departure] = deque()
         self._lock = threading.Lock()
@@ -134,7 +149,7 @@ class HostLink:
 
     def _make_way(self, nbytes: int) -> None:
         self._forget_ended()
-        while len(self._under_way) > 1 and sum(each.nbytes for each in self._under_way) + nbytes > IN_FLIGHT:
+        while len(self._under_way) > 1 and sum(each.nbytes for each in self._under_way) + nbytes > self.pace.in_flight:
             self._under_way.popleft().wait()
 
     def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:

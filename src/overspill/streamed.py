@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.devices import CPU, storage_users
-from overspill.graph import LAST_LEAVE_TOGETHER, LEAVE_TOGETHER, onload
+from overspill.graph import onload
 from overspill.homes import DiskTensor, HostTensor
 from overspill.host_link import Landing
 from overspill.mapping import MappedSlab
@@ -241,8 +241,7 @@ class StreamedUnit:
         with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if self._bound and (self._bound_with_grad or not with_grad):
             return
-        together = LAST_LEAVE_TOGETHER if is_first else LEAVE_TOGETHER
-        shown = self._onloaded(together) if with_grad else self._shown_plainly()
+        shown = self._onloaded(is_first=is_first) if with_grad else self._shown_plainly()
         # One in the place of the other: calls of other threads are under way, and must not see a home in between.
         before, self._bound = {id(bound.shown) for bound in self._bound}, []
         self._bound_with_grad = with_grad
@@ -271,9 +270,10 @@ class StreamedUnit:
             live.requires_grad_(home.requires_grad)
         return live
 
-    def _onloaded(self, together: int) -> list[torch.Tensor]:
+    def _onloaded(self, *, is_first: bool) -> list[torch.Tensor]:
         """The live tensors for a call whose graph is to bring gradients to the homes."""
-        homes = self.store.homes
+        homes, pace = self.store.homes, self._transfer.host_link.pace
+        together = pace.last_together if is_first else pace.together
         with torch._C.DisableTorchFunctionSubclass():
             trained = [index for index, home in enumerate(homes) if home.requires_grad]
         lives = [self._live[index].detach() for index in trained]

@@ -19,7 +19,7 @@ from overspill.devices import RandomState
 from overspill.errors import BudgetError, OffloadFolderError, PlanError, StateError
 from overspill.file_store import FileStore
 from overspill.homes import HostTensor
-from overspill.host_link import HostLink
+from overspill.host_link import HostLink, Pace
 from overspill.managed import managed
 from overspill.residency import Residency
 from overspill.training.activations import Activations, Limits
@@ -146,10 +146,12 @@ def test_a_pass_without_gradients_leaves_the_learned_order_alone(device: str, mo
     assert len(demanded) <= 6
 
 
-def test_gradients_leave_a_block_at_once_but_for_those_that_are_computed_last(
-    device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_gradients_leave_a_block_at_once_but_for_those_that_are_computed_last_or_must_be_few(
+    device: str, double_buffering: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overspill.streamed.LAST_LEAVE_TOGETHER", 1)
+    monkeypatch.setattr("overspill.host_link.USUAL", Pace(in_flight=1, together=1 << 30, last_together=1))
+    monkeypatch.setattr("overspill.training.offload.IN_SMALL_PARTS", Pace(in_flight=1, together=1, last_together=1))
     model, nodes = Net().to(device), dict[str, int]()
 
     def count(name: str, block: nn.Module) -> None:
@@ -159,12 +161,37 @@ def test_gradients_leave_a_block_at_once_but_for_those_that_are_computed_last(
 
     for name, block in model.blocks.named_children():
         block.norm2.register_forward_pre_hook(lambda *_, name=name, block=block: count(name, block))
-    overspill.offload_training(model, activations=False, weights=True, layers=3)
+    overspill.offload_training(model, activations=False, weights=True, layers=3, double_buffering=double_buffering)
     weights = len(list(model.blocks[0].parameters()))
+    usual = 1 if double_buffering else weights
     for batch in batches(2, device):
         nodes.clear()
         loss_of(model, batch).backward()
-        assert [nodes["0"], nodes["1"], nodes["2"]] == [weights, 1, 1]
+        assert [nodes["0"], nodes["1"], nodes["2"]] == [weights, usual, usual]
+
+
+@pytest.mark.gpu
+def test_one_buffer_takes_the_memory_of_two_blocks_and_a_few_gradients() -> None:
+    peaks = {}
+    for double_buffering in (True, False):
+        blocks = [nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))) for _ in range(10)]
+        model = nn.Sequential(*blocks).cuda()
+        names = [name for name, _ in model.named_children()]
+        overspill.offload_training(
+            model, layers=names, activations=False, weights=True, double_buffering=double_buffering
+        )
+        x = torch.randn(8, 2048, device="cuda:0")
+        for _ in range(3):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(x).square().mean().backward()
+        peaks[double_buffering] = torch.cuda.max_memory_allocated() - before
+        overspill.restore(model, device="cpu")
+    # Beside the window, which was there before: what is being computed, and one or two departures.
+    assert peaks[False] < 3.2 * 32 * 2**20
+    assert peaks[True] >= 2 * 64 * 2**20
 
 
 @pytest.mark.gpu
@@ -310,6 +337,12 @@ def test_a_budget_is_met_with_what_one_step_showed(
 ) -> None:
     compare(Net, device, {"memory": "8GiB", "weights": weights}, steps=4)
     assert "blocks.0 to blocks.5" in capsys.readouterr().out
+
+
+def test_within_a_budget_no_block_keeps_its_weights(device: str) -> None:
+    model = Net().to(device)
+    overspill.offload_training(model, memory="8GiB", weights=True)
+    assert all(isinstance(weight, HostTensor) for weight in model.blocks.parameters())
 
 
 def test_a_budget_is_measured_in_one_step_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

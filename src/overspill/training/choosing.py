@@ -156,7 +156,7 @@ def choose(step: StepCost, budget: int, allowed: Sequence[Mode]) -> Choice:
     if least > budget:
         raise BudgetError(
             f"a training step takes {format_size(least)} of device memory at the least, and memory= allows "
-            f"{format_size(budget)}. Allow more, make the batch smaller, or pass weights=True"
+            f"{format_size(budget)}. Allow more, make the batch smaller, or pass weights=True or double_buffering=False"
         )
     fitting = sorted((modes for modes in starts if step.memory(modes) <= budget), key=lambda modes: _rank(step, modes))
     improved: list[list[Mode]] = [_improved(step, modes, budget, allowed) for modes in fitting[:_TRIED]]

@@ -13,6 +13,8 @@ from overspill.attach import Arguments, Scope
 from overspill.config import format_size, parse_size
 from overspill.devices import CPU, compute_device, free_memory, running_backward
 from overspill.errors import BudgetError, PlanError, StateError
+from overspill.host_link import IN_SMALL_PARTS
+from overspill.managed import managers_of
 from overspill.offloading import manage_training, offload_parts, refuse_managed
 from overspill.plan import Placement
 from overspill.tensors import TensorGroup, tensor_groups
@@ -100,16 +102,14 @@ def offload_for_training(
     """Set `model` up: see `overspill.offload_training`."""
     if torch.is_inference_mode_enabled():
         raise StateError("inference_mode is on, where nothing can be trained. Call offload_training outside of it")
-    for name, value in (("activations", activations), ("weights", weights)):
-        if value not in (True, False, "disk"):
-            raise PlanError(f"{name}={value!r} cannot be meant. Write True for host memory, 'disk', or False")
-    if not activations and not weights:
-        raise PlanError("activations and weights are both off, so nothing would be offloaded. Turn one of them on")
+    _check_what_leaves(activations, weights)
     if memory is not None and (layers is not None or recompute):
         given = "layers" if layers is not None else "recompute"
         raise PlanError(f"{given} has no effect beside memory=, which chooses for each block. Pass one of the two")
     refuse_managed(model)
     paths = choose_blocks(model, layers)
+    if memory is not None and weights:
+        paths = find_blocks(model)  # the last one's weights would, with their gradients, take the room of two others
     device = _device_of(model)
     limits = Limits.usual(device, double_buffering=double_buffering)
     saved = Activations(device, limits, to_disk=activations == "disk")
@@ -136,6 +136,16 @@ def offload_for_training(
         _check_host_memory(groups, len(paths), device, of_weights=to == "cpu")
     training.optimizers = OptimizerWatch(model)
     offload_parts(model, to=to, modules=paths, folder=None, device=None, min_bytes=0, training=training)
+    if not double_buffering:
+        _send_in_small_parts(model)
+
+
+def _check_what_leaves(activations: bool | str, weights: bool | str) -> None:
+    for name, value in (("activations", activations), ("weights", weights)):
+        if value not in (True, False, "disk"):
+            raise PlanError(f"{name}={value!r} cannot be meant. Write True for host memory, 'disk', or False")
+    if not activations and not weights:
+        raise PlanError("activations and weights are both off, so nothing would be offloaded. Turn one of them on")
 
 
 _MODES = {
@@ -178,6 +188,13 @@ def _check_host_memory(groups: Sequence[TensorGroup], blocks: int, device: torch
             f"the {what} of these {blocks} blocks need {format_size(gradients + weights)} of host memory, where "
             f"{format_size(free)} are free. Give fewer layers"
         )
+
+
+def _send_in_small_parts(model: nn.Module) -> None:
+    """Have few of a model's gradients wait on the device for their departure, or be on their way."""
+    for manager in managers_of(model):
+        for transfer in manager.transfers.values():
+            transfer.host_link.pace = IN_SMALL_PARTS
 
 
 @contextmanager
