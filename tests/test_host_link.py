@@ -1,13 +1,12 @@
 """Bytes that leave a device: together in one slab, and no more at once than may be."""
 
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
 from overspill import host_link
-from overspill.host_link import HostLink, Landing
+from overspill.host_link import ONE_BY_ONE, HostLink, Landing, Pace
 
 CPU = torch.device("cpu")
 
@@ -69,10 +68,14 @@ def test_what_leaves_is_held_until_its_copy_has_ended(marks: list[Mark]) -> None
     assert alive() is None
 
 
-@pytest.mark.parametrize(("limit", "under_way"), [(4096, 4), (1, 2)], ids=["four fit", "two however large"])
-def test_whoever_sends_waits_while_too_much_is_under_way(limit: int, under_way: int, marks: list[Mark]) -> None:
+@pytest.mark.parametrize(
+    ("pace", "under_way"),
+    [(Pace(in_flight=4096, departures=2), 4), (Pace(in_flight=1, departures=2), 2), (ONE_BY_ONE, 1)],
+    ids=["four fit", "two however large", "one by one"],
+)
+def test_whoever_sends_waits_while_too_much_is_under_way(pace: Pace, under_way: int, marks: list[Mark]) -> None:
     link = HostLink(CPU)
-    link.pace = replace(link.pace, in_flight=limit)
+    link.pace = pace
     sent = []
     for _ in range(6):
         link.send([torch.zeros(1024, dtype=torch.uint8)])

@@ -18,15 +18,17 @@ class Pace:
     """How much leaves a device at once: what is on its way, or waits for others to leave with, takes device memory."""
 
     in_flight: int
-    """Bytes that may be on their way to host memory at once, or two departures."""
-    together: int
+    """Bytes that may be on their way to host memory at once."""
+    departures: int
+    """… or so many departures, however large."""
+    together: int = 256 * MIB
     """Gradients of so many bytes share a departure, once the last of them has been computed."""
-    last_together: int
+    last_together: int = 32 * MIB
     """… of those that are computed last: backward ends when they have arrived, and has nothing else to do meanwhile."""
 
 
-USUAL = Pace(in_flight=512 * MIB, together=256 * MIB, last_together=32 * MIB)
-IN_SMALL_PARTS = Pace(in_flight=64 * MIB, together=32 * MIB, last_together=32 * MIB)
+USUAL = Pace(in_flight=512 * MIB, departures=2)
+ONE_BY_ONE = Pace(in_flight=0, departures=1)
 
 
 class Departure:
@@ -149,8 +151,9 @@ class HostLink:
 
     def _make_way(self, nbytes: int) -> None:
         self._forget_ended()
-        while len(self._under_way) > 1 and sum(each.nbytes for each in self._under_way) + nbytes > self.pace.in_flight:
-            self._under_way.popleft().wait()
+        pace, under_way = self.pace, self._under_way
+        while len(under_way) >= pace.departures and sum(each.nbytes for each in under_way) + nbytes > pace.in_flight:
+            under_way.popleft().wait()
 
     def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:
         """The first bytes of `host`, which are there behind `left`, on the device; and what to wait for to use them.

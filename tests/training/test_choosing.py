@@ -50,6 +50,19 @@ def test_what_one_block_moves_does_not_hide_behind_the_others() -> None:
     assert Mode.OFFLOAD not in choose(cost, 24 * GB, MODES).modes
 
 
+def test_where_the_host_is_what_blocks_wait_for_they_are_computed_again_rather_than_sent_one_by_one() -> None:
+    # Either way the link has time: half a gigabyte takes 0.01 s.
+    def chosen(host: float) -> tuple[Mode, ...]:
+        blocks = [
+            BlockCost(name=str(i), forward=0.02, saved=GB // 2, inputs=GB // 20, host=host, tensors=200)
+            for i in range(6)
+        ]
+        return choose(step(*blocks, peak=10 * GB), 10 * GB, MODES).modes
+
+    assert Mode.OFFLOAD in chosen(host=0.0)
+    assert Mode.OFFLOAD not in chosen(host=0.02)
+
+
 def test_a_replay_that_was_shorter_than_its_forward_is_preferred() -> None:
     kinds = [
         BlockCost(name=str(i), forward=0.02, saved=2 * GB, inputs=GB // 20, replay=0.015, sent=GB // 10)

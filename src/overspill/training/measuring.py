@@ -39,7 +39,7 @@ class Measurement:
             synchronize(self._device)
             reset_peak_memory(self._device)
             for block in self._blocks:
-                block.watch = Watch(on_replay=self._begin_backward)
+                block.watch = Watch(on_replay=self._begin_backward, small=block.activations.limits.small)
             watch = self._blocks[-1].watch
             assert watch is not None
             watch.on_end = self._end_blocks
@@ -101,6 +101,8 @@ def _cost_of(block: Block) -> BlockCost:
         streamed=sum(p.nbytes for p in away),
         replay=watch.replay_seconds(),
         sent=watch.sent_bytes,
+        host=watch.host_seconds,
+        tensors=watch.saved_tensors,
     )
 
 

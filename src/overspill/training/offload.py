@@ -13,7 +13,7 @@ from overspill.attach import Arguments, Scope
 from overspill.config import format_size, parse_size
 from overspill.devices import CPU, compute_device, free_memory, running_backward
 from overspill.errors import BudgetError, PlanError, StateError
-from overspill.host_link import IN_SMALL_PARTS
+from overspill.host_link import ONE_BY_ONE
 from overspill.managed import managers_of
 from overspill.offloading import manage_training, offload_parts, refuse_managed
 from overspill.plan import Placement
@@ -137,7 +137,7 @@ def offload_for_training(
     training.optimizers = OptimizerWatch(model)
     offload_parts(model, to=to, modules=paths, folder=None, device=None, min_bytes=0, training=training)
     if not double_buffering:
-        _send_in_small_parts(model)
+        _send_one_by_one(model)
 
 
 def _check_what_leaves(activations: bool | str, weights: bool | str) -> None:
@@ -190,11 +190,11 @@ def _check_host_memory(groups: Sequence[TensorGroup], blocks: int, device: torch
         )
 
 
-def _send_in_small_parts(model: nn.Module) -> None:
-    """Have few of a model's gradients wait on the device for their departure, or be on their way."""
+def _send_one_by_one(model: nn.Module) -> None:
+    """Have the gradients of one block at most be on their way while those of another are computed."""
     for manager in managers_of(model):
         for transfer in manager.transfers.values():
-            transfer.host_link.pace = IN_SMALL_PARTS
+            transfer.host_link.pace = ONE_BY_ONE
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What is seen of a block's calls while a step is measured."""
 
+import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
@@ -14,14 +15,18 @@ from overspill.training.recompute import Frame
 class Watch:
     """Time and bytes of one block's calls."""
 
-    def __init__(self, on_replay: Callable[[], None]) -> None:
+    def __init__(self, on_replay: Callable[[], None], small: int) -> None:
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
-        self._on_replay = on_replay
+        self._on_replay, self._small = on_replay, small
         self.saved_bytes = 0
+        self.saved_tensors = 0
+        """Those that are not small."""
         self.largest_bytes = 0
         self.input_bytes = 0
         self.sent_bytes = 0
+        self.host_seconds = 0.0
+        """In which replays were queued: nothing waits for the device there."""
         self._calls: list[tuple[Moment, Moment]] = []
         self._replays: list[tuple[Moment, Moment]] = []
 
@@ -40,6 +45,7 @@ class Watch:
                 seen[key] = StorageWeakRef(tensor.untyped_storage())
                 nbytes = tensor.untyped_storage().nbytes()
                 self.saved_bytes += nbytes
+                self.saved_tensors += nbytes >= self._small
                 self.largest_bytes = max(self.largest_bytes, nbytes)
 
         frame.on_save = count
@@ -56,7 +62,13 @@ class Watch:
 
     def _begin_replay(self, device: torch.device) -> Callable[[], None]:
         self._on_replay()
-        return partial(self._end, self._replays, Moment(device), device)
+        began, end = time.perf_counter(), partial(self._end, self._replays, Moment(device), device)
+
+        def end_replay() -> None:
+            self.host_seconds += time.perf_counter() - began
+            end()
+
+        return end_replay
 
     @staticmethod
     def _end(times: list[tuple[Moment, Moment]], start: Moment, device: torch.device) -> None:
