@@ -147,8 +147,9 @@ class Version:
         self.shape = tensor.shape
         self._counter: torch.Tensor | None = None
         if not tensor.is_inference():  # those have no version, and cannot be edited
+            nothing = _nothings.get(tensor.device)
             self._counter = tensor.detach()
-            self._counter.data = _nothing(tensor)
+            self._counter.data = _nothing(tensor.device) if nothing is None else nothing
             self._expected = tensor._version
 
     def check(self) -> None:
@@ -161,15 +162,13 @@ class Version:
             )
 
 
-_nothings: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_nothings: dict[torch.device, torch.Tensor] = {}
 
 
-def _nothing(like: torch.Tensor) -> torch.Tensor:
-    key = like.dtype, like.device
-    if key not in _nothings:
-        with torch.inference_mode(False):
-            _nothings[key] = torch.empty(0, dtype=like.dtype, device=like.device)
-    return _nothings[key]
+def _nothing(device: torch.device) -> torch.Tensor:
+    """A tensor without memory, whose dtype does not matter."""
+    with torch.inference_mode(False):
+        return _nothings.setdefault(device, torch.empty(0, device=device))
 
 
 def refuse_edited(what: str) -> NoReturn:

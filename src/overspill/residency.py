@@ -307,6 +307,7 @@ class Residency:
         if not unit.kept and not isinstance(slab, MappedSlab):
             self._passing[unit] = None
         unit.start(slab, self.transfer, priority)
+        unit.checked_in = self._pass
         assert unit.fetch is not None
         self.counts.move("disk" if unit.store.reads_disk else "cpu", unit.fetch.nbytes)
 

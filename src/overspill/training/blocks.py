@@ -111,13 +111,14 @@ class Block:
             return False
         return True
 
-    def keeps_attention(self, nbytes: int) -> bool:
-        """Whether to look for attention worth keeping in a call with so many bytes of inputs.
+    def keeps_attention(self, arguments: Arguments) -> bool:
+        """Whether to look for attention worth keeping in a call with these arguments.
 
         A compiler would leave a block alone while somebody watches each operation.
         """
-        may = self.mode is Mode.RECOMPUTE_OFFLOAD and nbytes > self._without_attention
-        return may and not is_compiled(self.module)
+        if self.mode is not Mode.RECOMPUTE_OFFLOAD or is_compiled(self.module):
+            return False
+        return sum(tensor.nbytes for tensor in tensors_in(arguments)) > self._without_attention
 
     def called(self, frame: Frame) -> None:
         """A call that was to be replayed has ended."""
@@ -198,7 +199,7 @@ class BlockScope:
         weights = frozenset[int]() if block.mode is Mode.RECOMPUTE else block.weights()
         if block.mode.recomputes:
             keep = block.keeper(weights)
-            keeps = block.keeps_attention(sum(tensor.nbytes for tensor in tensors_in((args, kwargs))))
+            keeps = block.keeps_attention((args, kwargs))
             device = block.activations.device
             frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
             self._stack.callback(block.called, frame)
