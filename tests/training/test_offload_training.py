@@ -338,11 +338,15 @@ def test_a_disk_without_room_is_told_before_anything_moves(monkeypatch: pytest.M
 # The budget.
 
 
-@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weights": True}, {"weights": True, "double_buffering": False}, {"weights": "disk"}],
+    ids=["activations", "weights", "one buffer", "weights on disk"],
+)
 def test_a_budget_is_met_with_what_one_step_showed(
-    device: str, weights: bool, capsys: pytest.CaptureFixture[str]
+    device: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compare(Net, device, {"memory": "8GiB", "weights": weights}, steps=4)
+    compare(Net, device, {"memory": "8GiB", **options}, steps=4)
     assert "blocks.0 to blocks.5" in capsys.readouterr().out
 
 
