@@ -8,6 +8,7 @@ ahead of their need. A storage that came back is let go as soon as each tensor i
 as long as autograd uses it. Unpacking changes nothing but that, so it may happen twice, or never.
 """
 
+import heapq
 import threading
 import weakref
 from collections import deque
@@ -195,6 +196,52 @@ class Saved:
 Packed = Saved | SavedTensor
 
 
+class _Ahead:
+    """What a backward has on the device ahead of its asking, and down to which place in the order of saving.
+
+    Each of its questions is answered from where the last one ended: many small tensors may be ahead.
+    """
+
+    def __init__(self) -> None:
+        self.down_to = 0
+        """Whatever lies between this place and the last question is counted, asked for already, or gone."""
+        self.nbytes = 0
+        """Of those that are counted."""
+        self._backward: int | None = None
+        self._from = 0  # the place that it began with
+        self._counted: dict[int, tuple[int, int]] = {}  # by identity: bytes, and place; the highest place first
+
+    def __len__(self) -> int:
+        return len(self._counted)
+
+    def __contains__(self, stored: Stored) -> bool:
+        return id(stored) in self._counted
+
+    def come_to(self, place: int) -> None:
+        """This thread's backward needs what was saved before `place` next."""
+        backward = running_backward()
+        if backward is None or backward != self._backward or not self.down_to < place <= self._from:
+            self._backward, self._from, self.down_to, self.nbytes = backward, place, place, 0
+            self._counted.clear()
+        while self._counted and next(iter(self._counted.values()))[1] >= place:
+            self._forget(next(iter(self._counted)))
+
+    def count(self, stored: Stored, place: int) -> bool:
+        """It is at `place`. Whether it was counted before, at a place above."""
+        before = self._counted.pop(id(stored), None)
+        self._counted[id(stored)] = stored.nbytes, place
+        self.nbytes += stored.nbytes if before is None else 0
+        return before is not None
+
+    def served(self, stored: Stored) -> None:
+        """It may have been asked for."""
+        if stored in self and stored.was_served():
+            self._forget(id(stored))
+
+    def _forget(self, key: int) -> None:
+        self.nbytes -= self._counted.pop(key)[0]
+
+
 class Activations:
     """All that is saved through one set of hooks. The forward's thread packs, autograd's threads unpack."""
 
@@ -206,7 +253,10 @@ class Activations:
         self._known: weakref.WeakValueDictionary[tuple[int, int, int], Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []  # of saving
         self._gone = 0  # places in front of those
-        self._held: deque[weakref.ref[Stored]] = deque()
+        self._held: deque[tuple[weakref.ref[Stored], int]] = deque()  # with their bytes
+        self._held_bytes = 0  # of all of them, those counted that are gone
+        self._largest_held = 0
+        self._ahead = _Ahead()
         self._lock = threading.RLock()
         self.nbytes_sent = 0
         """Since this was made."""
@@ -225,7 +275,7 @@ class Activations:
     def held_bytes(self) -> int:
         """Device memory of what waits for its copy, or stays because it was saved last."""
         with self._lock:
-            held = [stored for reference in self._held if (stored := reference()) is not None]
+            held = [stored for reference, _ in self._held if (stored := reference()) is not None]
             return sum(stored.nbytes for stored in held if stored.on_device())
 
     @property
@@ -274,7 +324,9 @@ class Activations:
         stored = Stored(storage, start, held, self._link(tensor.device), self.file)
         self.nbytes_sent += stored.nbytes
         self._known[key] = stored
-        self._held.append(weakref.ref(stored))
+        self._held.append((weakref.ref(stored), stored.nbytes))
+        self._held_bytes += stored.nbytes
+        self._largest_held = max(self._largest_held, stored.nbytes)
         self._let_go_of_the_oldest(waiting)
         return stored
 
@@ -287,14 +339,24 @@ class Activations:
         self._gone += oldest
 
     def _let_go_of_the_oldest(self, waiting: int) -> None:
-        held = [stored for reference in self._held if (stored := reference()) is not None and stored.on_device()]
-        largest = sorted((stored.nbytes for stored in held), reverse=True)[:waiting] if self.limits.held else []
-        excess = sum(stored.nbytes for stored in held) - max(self.limits.held, sum(largest))
-        while excess > 0:
-            stored = held.pop(0)
-            stored.let_go()
-            excess -= stored.nbytes
-        self._held = deque(weakref.ref(stored) for stored in held)
+        if self._held_bytes <= self.limits.held:
+            return
+        allowed = self.limits.held
+        if allowed and waiting * self._largest_held > allowed:
+            self._forget_what_is_not_held()
+            allowed = max(allowed, sum(heapq.nlargest(waiting, (nbytes for _, nbytes in self._held))))
+        while self._held_bytes > allowed:
+            reference, nbytes = self._held.popleft()
+            self._held_bytes -= nbytes
+            stored = reference()
+            if stored is not None and stored.on_device():
+                stored.let_go()
+
+    def _forget_what_is_not_held(self) -> None:
+        held = [(stored, each) for each in self._held if (stored := each[0]()) is not None]
+        self._held = deque(each for stored, each in held if stored.on_device())
+        self._held_bytes = sum(nbytes for _, nbytes in self._held)
+        self._largest_held = max((nbytes for _, nbytes in self._held), default=0)
 
     def end_forward(self) -> None:
         """Nothing more will be saved: hold no more than what is allowed, however large the last tensor is."""
@@ -313,6 +375,7 @@ class Activations:
             if not packed.stored.on_device():
                 packed.stored.bring_back()
             values = packed.values()
+            self._ahead.served(packed.stored)
             self._bring_back(packed.place, back_to, self.limits.ahead)
             return values
 
@@ -323,17 +386,16 @@ class Activations:
 
     def _bring_back(self, before: int, back_to: int, room: int) -> None:
         """What backward will need next, as far as there is room: one tensor at least."""
-        counted: set[int] = set()
-        for index in range(min(before - self._gone, len(self._order)) - 1, max(back_to - self._gone, 0) - 1, -1):
-            stored = self._order[index]()
-            if stored is None or id(stored) in counted or stored.was_served():
-                continue
-            counted.add(id(stored))
-            room -= stored.nbytes
-            if room < 0 and len(counted) > 1:
-                return
-            if not stored.on_device():
-                stored.bring_back()
+        ahead = self._ahead
+        ahead.come_to(min(before, self._gone + len(self._order)))
+        for place in range(ahead.down_to - 1, max(back_to, self._gone) - 1, -1):
+            stored = self._order[place - self._gone]()
+            if stored is not None and not stored.was_served():
+                if ahead and ahead.nbytes + stored.nbytes > room and stored not in ahead:
+                    return
+                if not ahead.count(stored, place) and not stored.on_device():
+                    stored.bring_back()
+            ahead.down_to = place
 
     @contextmanager
     def saving(self, stays: Collection[int] = ()) -> Iterator[None]:
