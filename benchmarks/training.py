@@ -345,7 +345,7 @@ def free() -> None:
 PEERS: Final = {
     "plain": Way("plain", plain),
     "checkpointing": Way("checkpointing", partial(plain, checkpointed=True)),
-    "save_on_cpu": Way("torch save_on_cpu", saved_on_cpu, times=2),
+    "save_on_cpu": Way("torch save_on_cpu", saved_on_cpu, times=3),
     "torchtune": Way("torchtune OffloadActivations", torchtune, times=3),
     "fsdp2": Way("FSDP2 CPUOffloadPolicy", fsdp2, times=5, compared=False),
 }

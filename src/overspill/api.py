@@ -446,7 +446,8 @@ def offload_training(
         double_buffering: Twice the memory for what is on its way, so that copies go on while blocks compute. Off, the
             device waits for each copy where the link is the bottleneck.
         memory: Device memory for a whole training step, "20GiB". The second step is measured; from the third on each
-            block keeps, offloads or recomputes, whatever is fastest within this, and the choice is printed.
+            block keeps, offloads or recomputes, whatever is fastest within this, and the choice is printed. With
+            `weights`, all blocks' weights leave, also the last one's.
 
     Raises:
         PlanError: Layers that the model does not have, or options that have no effect together.
