@@ -221,6 +221,16 @@ def test_what_is_known_of_graphs_that_are_gone_does_not_pile_up_behind_one_that_
     assert before
 
 
+def test_what_graphs_held_that_are_gone_does_not_pile_up(device: str) -> None:
+    activations = Activations(torch.device(device), Limits(small=0, held=1 << 20, ahead=1 << 20))
+    first = activations.pack(torch.randn(64, device=device))
+    for _ in range(50):
+        packed = [activations.pack(torch.randn(64, device=device)) for _ in range(8)]
+        assert len(activations._held) <= 1 + 2 * 8
+        del packed
+    assert first.stored.on_device()
+
+
 def test_one_tensor_larger_than_all_limits_still_comes_ahead(device: str) -> None:
     activations = Activations(torch.device(device), Limits(small=0, held=1, ahead=1))
     packed = [activations.pack(computed((64, 64), device)) for _ in range(4)]

@@ -324,6 +324,7 @@ class Activations:
         stored = Stored(storage, start, held, self._link(tensor.device), self.file)
         self.nbytes_sent += stored.nbytes
         self._known[key] = stored
+        self._forget_gone_at_the_ends()
         self._held.append((weakref.ref(stored), stored.nbytes))
         self._held_bytes += stored.nbytes
         self._largest_held = max(self._largest_held, stored.nbytes)
@@ -351,6 +352,14 @@ class Activations:
             stored = reference()
             if stored is not None and stored.on_device():
                 stored.let_go()
+
+    def _forget_gone_at_the_ends(self) -> None:
+        """Of what is held: those of other graphs, without looking at all that are between."""
+        held = self._held
+        while held and held[0][0]() is None:
+            self._held_bytes -= held.popleft()[1]
+        while held and held[-1][0]() is None:
+            self._held_bytes -= held.pop()[1]
 
     def _forget_what_is_not_held(self) -> None:
         held = [(stored, each) for each in self._held if (stored := each[0]()) is not None]
