@@ -443,8 +443,9 @@ def offload_training(
             go there as they are produced. The optimizer runs on the CPU then. "disk": the weights live in a temporary
             file; of blocks that have frozen ones, only those.
         recompute: Blocks save their inputs only, and are computed once more in backward.
-        double_buffering: Twice the memory for what is on its way, so that copies go on while blocks compute. Off, the
-            device waits for each copy where the link is the bottleneck.
+        double_buffering: Room for what is on its way while blocks compute: the weights of three blocks, the gradients
+            of two, up to 256 MiB of activations each way. Off: two blocks', one block's, 128 MiB; the device waits
+            for copies more often.
         memory: Device memory for a whole training step, "20GiB". The second step is measured; from the third on each
             block keeps, offloads or recomputes, whatever is fastest within this, and the choice is printed. With
             `weights`, all blocks' weights leave, also the last one's.
