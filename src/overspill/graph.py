@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -147,9 +147,8 @@ class Version:
         self.shape = tensor.shape
         self._counter: torch.Tensor | None = None
         if not tensor.is_inference():  # those have no version, and cannot be edited
-            nothing = _nothings.get(tensor.device)
             self._counter = tensor.detach()
-            self._counter.data = _nothing(tensor.device) if nothing is None else nothing
+            self._counter.data = _nothing(tensor.device)
             self._expected = tensor._version
 
     def check(self) -> None:
@@ -162,13 +161,11 @@ class Version:
             )
 
 
-_nothings: dict[torch.device, torch.Tensor] = {}
-
-
+@cache
 def _nothing(device: torch.device) -> torch.Tensor:
     """A tensor without memory, whose dtype does not matter."""
     with torch.inference_mode(False):
-        return _nothings.setdefault(device, torch.empty(0, device=device))
+        return torch.empty(0, device=device)
 
 
 def refuse_edited(what: str) -> NoReturn:

@@ -10,7 +10,8 @@ from torch import nn
 
 import overspill
 from overspill.errors import PlanError, StateError
-from overspill.training.activations import Activations, Limits, Saved
+from overspill.training.activations import Activations, Limits
+from overspill.training.stored import Saved
 
 SMALL = Limits(small=0, held=0, ahead=0)
 

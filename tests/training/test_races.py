@@ -127,7 +127,7 @@ def test_training_has_the_same_bits(device: str, strategy: str, copies: str, buf
 def test_whoever_does_not_wait_for_what_came_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The amplifier itself: without that wait, gradients are wrong."""
     have_copies_begin(_slowly, monkeypatch)
-    monkeypatch.setattr("overspill.training.activations.current_stream_waits", lambda device, event: None)
+    monkeypatch.setattr("overspill.training.stored.current_stream_waits", lambda device, event: None)
     x = torch.randn(64, 64, device="cuda:0", requires_grad=True)
 
     def compute() -> torch.Tensor:

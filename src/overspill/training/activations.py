@@ -12,21 +12,21 @@ import heapq
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overspill.config import DEVICE_ALIGNMENT, MIB, SMALL_TENSOR
-from overspill.devices import current_stream, current_stream_waits, keep_for, running_backward, total_memory
-from overspill.graph import SavedTensor, Version
-from overspill.host_link import Departure, HostLink
+from overspill.devices import running_backward, total_memory
+from overspill.graph import SavedTensor
+from overspill.host_link import HostLink
 from overspill.tensors import storage_key, view_over
 from overspill.training.spill import SpillFile
+from overspill.training.stored import Packed, Saved, Stored, end_unfinished
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,144 +56,46 @@ _WHOLE = 4
 """A tensor that spans at least one part in this many of its storage takes all of it along: others will follow."""
 
 
-class Stored:
-    """Some bytes of one storage, in host memory."""
+class _Held:
+    """What waits for its copy, or stays because it was saved last: the oldest first."""
 
-    def __init__(
-        self, storage: torch.UntypedStorage, start: int, held: torch.Tensor, link: HostLink, file: SpillFile | None
-    ) -> None:
-        self.start = start  # where they begin in the storage
-        self.nbytes = held.nbytes
-        self.views: weakref.WeakSet[Saved] = weakref.WeakSet()
-        self._storage = StorageWeakRef(storage)  # nothing else can have its identity meanwhile
-        self._address = storage.data_ptr()
-        self._held: torch.Tensor | None = None  # the storage itself, while it is still on the device
-        self._comes = False  # it is on its way back, or there
-        self._back: torch.Tensor | None = None
-        self._arrived: torch.Event | None = None
-        self._stream: torch.Stream | None = None
-        self._awaited: weakref.WeakSet[Saved] = weakref.WeakSet()  # the views that have not been asked for yet
-        self._served: int | None = None  # the backward in which all of them were
-        self._link = link
-        self._departure: Departure | None = link.send([held])[0]
-        self._held = held
-        self._spilled = None if file is None else file.put(self._departure, link.pool)
+    def __init__(self) -> None:
+        self._entries: deque[tuple[weakref.ref[Stored], int]] = deque()  # with their bytes
+        self._nbytes = 0  # of all of them, those counted that are gone
 
-    def covers(self, start: int, end: int) -> bool:
-        return self.start <= start and end <= self.start + self.nbytes
+    def __len__(self) -> int:
+        return len(self._entries)
 
-    def on_device(self) -> bool:
-        """Whether the bytes are there, be it because somebody else keeps the storage."""
-        if self._held is None and not self._comes:
-            storage = _alive(self._storage)
-            if storage is not None and storage.data_ptr() == self._address:
-                self._held = view_over(storage, torch.uint8, self.start, (self.nbytes,), (1,))
-        return self._held is not None or self._comes
+    def add(self, stored: Stored) -> None:
+        self._forget_gone_at_the_ends()
+        self._entries.append((weakref.ref(stored), stored.nbytes))
+        self._nbytes += stored.nbytes
 
-    def was_served(self) -> bool:
-        """Whether this backward has asked for all of its views already."""
-        return self._served is not None and self._served == running_backward()
+    def _forget_gone_at_the_ends(self) -> None:
+        """Those of other graphs, without looking at all that are between."""
+        entries = self._entries
+        while entries and entries[0][0]() is None:
+            self._nbytes -= entries.popleft()[1]
+        while entries and entries[-1][0]() is None:
+            self._nbytes -= entries.pop()[1]
 
-    def let_go(self) -> None:
-        """Exist in host memory alone, or in a file alone."""
-        if self._held is not None:
-            if self._departure is not None:
-                self._departure.wait()
-            self._held = None
-        if self._spilled is not None:
-            self._departure = None  # its host memory is free once it is written
-
-    def bring_back(self) -> None:
-        """Be on the device soon, for each of the views once."""
-        self._comes = True
-        self._awaited = weakref.WeakSet(self.views)
-        if self._spilled is None:
-            self._cross()
-        else:
-            self._spilled.begin_to_read()
-
-    def _cross(self) -> None:
-        """From host memory to the device."""
-        if self._spilled is not None:
-            host, left = self._spilled.host(), None
-        else:
-            assert self._departure is not None
-            host, left = self._departure.host, self._departure.left
-        self._back, self._arrived = self._link.bring_back(host, self.nbytes, left)
-        self._stream = current_stream(self._link.device)
-
-    def memory(self, view: "Saved") -> tuple[torch.UntypedStorage, int]:
-        """A storage with the bytes, for one of the views, and which byte of the original it begins with."""
-        if self._held is not None:
-            return self._held.untyped_storage(), 0
-        if self._back is None:
-            self._cross()
-        back = self._back
-        assert back is not None
-        current_stream_waits(back.device, self._arrived)
-        here = current_stream(back.device)
-        if here is not None and here != self._stream:
-            keep_for(here, back)
-        self._awaited.discard(view)
-        if not self._awaited:
-            self._back, self._comes = None, False
-            self._served = running_backward()
-        return back.untyped_storage(), self.start
-
-    def __del__(self) -> None:
-        # The device may still be reading or writing: nobody else may have the memory before it is done.
-        if self._held is not None and self._departure is not None and not self._departure.ended():
-            _unfinished.append((self._departure.wait, self._held))
-        if self._back is not None and self._arrived is not None and not self._arrived.query():
-            _unfinished.append((self._arrived.synchronize, self._back))
-
-
-_unfinished: deque[tuple[Callable[[], None], torch.Tensor]] = deque()
-"""Copies that nobody needs any more: how to wait for each, and its memory on the device. Filled by finalizers, which
-may run in any thread and must not lock."""
-
-
-def _end_unfinished() -> None:
-    """Wait for them: a host that is ahead of its device would otherwise hold their memory until the step has ended.
-
-    The device does not run dry meanwhile. Whatever their graph did since is queued already.
-    """
-    while True:
-        try:
-            wait, _ = _unfinished.popleft()
-        except IndexError:  # be it that another thread was faster
+    def let_go(self, limit: int, waiting: int) -> None:
+        """Hold `limit` bytes at most, or as many as `waiting` tensors however large they are."""
+        if self._nbytes <= limit:
             return
-        wait()
+        if limit:
+            limit = max(limit, sum(heapq.nlargest(waiting, (nbytes for _, nbytes in self._entries))))
+        while self._nbytes > limit:
+            reference, nbytes = self._entries.popleft()
+            self._nbytes -= nbytes
+            stored = reference()
+            if stored is not None and stored.on_device():
+                stored.let_go()
 
-
-def _alive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage, if somebody still has it, and has not given its memory away."""
-    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return storage if storage is not None and storage.nbytes() else None
-
-
-class Saved:
-    """One saved tensor: which bytes it is made of, and how."""
-
-    def __init__(self, tensor: torch.Tensor, stored: Stored, place: int) -> None:
-        self.stored = stored
-        self.place = place  # in the order of saving, those counted that are gone
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-        self._start = int(tensor.storage_offset()) * tensor.element_size()
-        self._version = Version(tensor)
-        stored.views.add(self)
-
-    def check(self) -> None:
-        """Raise as autograd does if the tensor was edited since."""
-        self._version.check()
-
-    def values(self) -> torch.Tensor:
-        """The tensor, whose bytes are on the device."""
-        storage, start = self.stored.memory(self)
-        return view_over(storage, self._dtype, self._start - start, self._shape, self._stride)
-
-
-Packed = Saved | SavedTensor
+    def nbytes_on_device(self) -> int:
+        """Bytes of those that are there."""
+        alive = [stored for reference, _ in self._entries if (stored := reference()) is not None]
+        return sum(stored.nbytes for stored in alive if stored.on_device())
 
 
 class _Ahead:
@@ -253,9 +155,7 @@ class Activations:
         self._known: weakref.WeakValueDictionary[tuple[int, int, int], Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []  # of saving
         self._gone = 0  # places in front of those
-        self._held: deque[tuple[weakref.ref[Stored], int]] = deque()  # with their bytes
-        self._held_bytes = 0  # of all of them, those counted that are gone
-        self._largest_held = 0
+        self._held = _Held()
         self._ahead = _Ahead()
         self._lock = threading.RLock()
         self.nbytes_sent = 0
@@ -275,8 +175,7 @@ class Activations:
     def held_bytes(self) -> int:
         """Device memory of what waits for its copy, or stays because it was saved last."""
         with self._lock:
-            held = [stored for reference, _ in self._held if (stored := reference()) is not None]
-            return sum(stored.nbytes for stored in held if stored.on_device())
+            return self._held.nbytes_on_device()
 
     @property
     def unused_bytes(self) -> int:
@@ -308,7 +207,7 @@ class Activations:
         return end - start >= max(self.limits.small, 1) and storage_key(tensor) != 0
 
     def _stored(self, tensor: torch.Tensor, waiting: int) -> Stored:
-        _end_unfinished()
+        end_unfinished()
         self._forget_gone()
         storage = tensor.untyped_storage()
         start, end = _span(tensor)
@@ -324,11 +223,8 @@ class Activations:
         stored = Stored(storage, start, held, self._link(tensor.device), self.file)
         self.nbytes_sent += stored.nbytes
         self._known[key] = stored
-        self._forget_gone_at_the_ends()
-        self._held.append((weakref.ref(stored), stored.nbytes))
-        self._held_bytes += stored.nbytes
-        self._largest_held = max(self._largest_held, stored.nbytes)
-        self._let_go_of_the_oldest(waiting)
+        self._held.add(stored)
+        self._held.let_go(self.limits.held, waiting)
         return stored
 
     def _forget_gone(self) -> None:
@@ -339,38 +235,10 @@ class Activations:
         del self._order[:oldest]
         self._gone += oldest
 
-    def _let_go_of_the_oldest(self, waiting: int) -> None:
-        if self._held_bytes <= self.limits.held:
-            return
-        allowed = self.limits.held
-        if allowed and waiting * self._largest_held > allowed:
-            self._forget_what_is_not_held()
-            allowed = max(allowed, sum(heapq.nlargest(waiting, (nbytes for _, nbytes in self._held))))
-        while self._held_bytes > allowed:
-            reference, nbytes = self._held.popleft()
-            self._held_bytes -= nbytes
-            stored = reference()
-            if stored is not None and stored.on_device():
-                stored.let_go()
-
-    def _forget_gone_at_the_ends(self) -> None:
-        """Of what is held: those of other graphs, without looking at all that are between."""
-        held = self._held
-        while held and held[0][0]() is None:
-            self._held_bytes -= held.popleft()[1]
-        while held and held[-1][0]() is None:
-            self._held_bytes -= held.pop()[1]
-
-    def _forget_what_is_not_held(self) -> None:
-        held = [(stored, each) for each in self._held if (stored := each[0]()) is not None]
-        self._held = deque(each for stored, each in held if stored.on_device())
-        self._held_bytes = sum(nbytes for _, nbytes in self._held)
-        self._largest_held = max((nbytes for _, nbytes in self._held), default=0)
-
     def end_forward(self) -> None:
         """Nothing more will be saved: hold no more than what is allowed, however large the last tensor is."""
         with self._lock:
-            self._let_go_of_the_oldest(waiting=0)
+            self._held.let_go(self.limits.held, waiting=0)
 
     # Backward.
 
@@ -380,7 +248,7 @@ class Activations:
             return packed.values()
         packed.check()
         with self._lock:
-            _end_unfinished()
+            end_unfinished()
             if not packed.stored.on_device():
                 packed.stored.bring_back()
             values = packed.values()

@@ -14,12 +14,12 @@ from overspill.devices import running_backward
 from overspill.errors import PlanError
 from overspill.graph import SavedTensor, is_replaying
 from overspill.homes import DiskTensor, HostTensor
-from overspill.movement import tensors_in
 from overspill.tensors import storage_key
-from overspill.training.activations import Activations, Saved
+from overspill.training.activations import Activations
 from overspill.training.host_room import HostRoom
 from overspill.training.modes import Mode
 from overspill.training.recompute import Frame, Keeper
+from overspill.training.stored import Saved
 from overspill.training.watching import Watch
 from overspill.units import cut, is_below
 
@@ -111,14 +111,13 @@ class Block:
             return False
         return True
 
-    def keeps_attention(self, arguments: Arguments) -> bool:
-        """Whether to look for attention worth keeping in a call with these arguments.
+    def keeps_attention(self, nbytes: int) -> bool:
+        """Whether to look for attention worth keeping in a call with so many bytes of inputs.
 
         A compiler would leave a block alone while somebody watches each operation.
         """
-        if self.mode is not Mode.RECOMPUTE_OFFLOAD or is_compiled(self.module):
-            return False
-        return sum(tensor.nbytes for tensor in tensors_in(arguments)) > self._without_attention
+        may = self.mode is Mode.RECOMPUTE_OFFLOAD and nbytes > self._without_attention
+        return may and not is_compiled(self.module)
 
     def called(self, frame: Frame) -> None:
         """A call that was to be replayed has ended."""
@@ -199,8 +198,7 @@ class BlockScope:
         weights = frozenset[int]() if block.mode is Mode.RECOMPUTE else block.weights()
         if block.mode.recomputes:
             keep = block.keeper(weights)
-            keeps = block.keeps_attention((args, kwargs))
-            device = block.activations.device
+            device, keeps = block.activations.device, block.keeps_attention
             frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
             self._stack.callback(block.called, frame)
             if block.watch is not None:

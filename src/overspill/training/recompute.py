@@ -79,7 +79,7 @@ class Frame:
         device: torch.device,
         keep: Keeper,
         *,
-        keeps_attention: bool = False,
+        keeps_attention: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
         self._name, self._module, self._keep = name, module, keep
         leaves, self._structure = tree_flatten((args, kwargs))
@@ -88,7 +88,8 @@ class Frame:
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
         self._weights = _versions(module)
-        self._attention = KeepAttention(keep) if keeps_attention else None
+        self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
         self._places: list[weakref.ref[_Place]] = []
         self._filled_for: int | None = None
         self._asked = 0  # how many of the places, since they were filled
@@ -98,7 +99,6 @@ class Frame:
         """Called for each tensor that the block saves."""
         self.on_replay: Callable[[], Callable[[], object]] = lambda: _nothing
         """Called when a replay begins. What it returns is called when that ends."""
-        self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
