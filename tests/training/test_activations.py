@@ -240,6 +240,19 @@ def test_one_tensor_larger_than_all_limits_still_comes_ahead(device: str) -> Non
     assert [each.stored.on_device() for each in packed] == [False, False, True, True]
 
 
+def test_where_there_is_no_room_ahead_each_tensor_comes_back_when_it_is_asked_for(device: str) -> None:
+    activations = Activations(torch.device(device), Limits(small=0, held=0, ahead=0))
+    originals = [torch.randn(64, 64, device=device) for _ in range(4)]
+    expected = [original.clone() for original in originals]
+    packed = [activations.pack(original) for original in originals]
+    del originals
+    for place in (3, 2, 1, 0):
+        assert not any(each.stored.on_device() for each in packed)
+        values = activations.unpack(packed[place])
+        assert torch.equal(values, expected[place])
+    assert activations.nbytes_sent == 4 * 64 * 64 * 4
+
+
 def test_two_that_leave_one_by_one_may_wait_however_large_they_are(device: str) -> None:
     activations = Activations(torch.device(device), Limits(small=0, held=1, ahead=1))
     packed = [activations.pack(computed((64, 64), device), waiting=2) for _ in range(4)]

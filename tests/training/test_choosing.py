@@ -158,3 +158,17 @@ def test_the_choice_is_nearly_the_best_of_all(blocks: list[BlockCost], share: fl
     chosen = choose(cost, budget, MODES)
     assert chosen.memory <= budget
     assert chosen.seconds <= 1.1 * best
+
+
+def test_where_little_fits_nothing_is_brought_back_ahead() -> None:
+    blocks = [BlockCost(name=str(i), forward=0.02, saved=8 * GB, inputs=GB // 10, largest=GB) for i in range(4)]
+    cost = step(*blocks, peak=20 * GB)
+    ahead, asked = choose(cost, 16 * GB, MODES), choose(cost, 15 * GB, MODES)
+    assert (ahead.memory, asked.memory) == (16 * GB, 15 * GB)
+    assert ahead.step.ahead
+    assert not asked.step.ahead
+    assert asked.seconds > ahead.seconds
+    assert "back when it is asked for" not in str(ahead)
+    assert "offload             0 to 3 (29.80 GiB saved, each tensor back when it is asked for)" in str(asked)
+    with pytest.raises(BudgetError, match=r"takes 13\.97 GiB"):
+        choose(cost, 15 * GB - 1, MODES)

@@ -384,6 +384,18 @@ def test_a_budget_is_measured_in_one_step_and_printed_once(capsys: pytest.Captur
         assert capsys.readouterr().out.count("expected") == (step == 2)
 
 
+def test_in_the_smallest_budget_nothing_comes_back_ahead_and_the_results_are_the_same(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offload_without_ahead(step: StepCost, budget: int, allowed: list[Mode]) -> Choice:
+        return Choice(replace(step, ahead=False), (Mode.OFFLOAD,) * len(step.blocks))
+
+    monkeypatch.setattr("overspill.training.measuring.choose", offload_without_ahead)
+    model = compare(Net, device, {"memory": "8GiB"}, steps=6)
+    assert activations_of(model).limits.ahead == 0
+    assert activations_of(model).limits.held > 0
+
+
 def test_a_budget_too_small_is_told_after_it_was_measured() -> None:
     model = Net()
     overspill.offload_training(model, memory=100)

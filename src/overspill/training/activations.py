@@ -39,7 +39,7 @@ class Limits:
     """Bytes that may wait for their copy, or stay because they were saved last; a tensor at least, or two of those that
     leave one by one, unless 0."""
     ahead: int
-    """Bytes that are brought back before backward asks for them; one tensor at least."""
+    """Bytes that are brought back before backward asks for them; one tensor at least, unless 0."""
 
     @classmethod
     def usual(cls, device: torch.device, *, double_buffering: bool = True) -> "Limits":
@@ -262,7 +262,9 @@ class Activations:
             self._bring_back(place, 0, room)
 
     def _bring_back(self, before: int, back_to: int, room: int) -> None:
-        """What backward will need next, as far as there is room: one tensor at least."""
+        """What backward will need next, as far as there is room: one tensor at least, unless there is none."""
+        if not room:
+            return
         ahead = self._ahead
         ahead.come_to(min(before, self._gone + len(self._order)))
         for place in range(ahead.down_to - 1, max(back_to, self._gone) - 1, -1):

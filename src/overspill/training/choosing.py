@@ -2,7 +2,8 @@
 
 Note: the model of a step. Copies run beside the computation, so a forward takes the longer of its computing and of what
 leaves, and a backward the longer of its computing, replays included, and of what comes back. That holds block by block,
-not over all of them: what waits for its copy takes device memory, so little may wait. Nor is a block done before the
+not over all of them: what waits for its copy takes device memory, so little may wait. Where nothing is brought back
+ahead of its need, which takes least memory, a backward takes both together. Nor is a block done before the
 host has queued it, which takes longer the more tensors are to be sent one by one. Memory is highest either
 when the forward ends, with all that the blocks keep, or in some block's backward, with what the blocks before it keep,
 the gradients of those behind it, and what its own backward needs. All else that the step takes (weights, the head, what
@@ -10,7 +11,7 @@ operations need for a moment) is the same for every choice, and is known from th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations_with_replacement, pairwise
 
 from overspill.config import format_size
@@ -89,7 +90,9 @@ class StepCost:
     link: float
     """Bytes a second, each way."""
     slabs: int
-    """Bytes on their way to a block's backward at once."""
+    """Bytes on their way from a block's forward, or to its backward, at once."""
+    ahead: bool = True
+    """Whether what is offloaded is brought back before a backward asks for it."""
     measured_as: Mode = Mode.RECOMPUTE_OFFLOAD
 
     def seconds(self, modes: Sequence[Mode]) -> float:
@@ -103,11 +106,16 @@ class StepCost:
             for (block, mode), wait in zip(pairs, waits, strict=True)
         )
         backward = sum(
-            max(2 * block.forward + block.replays(mode), wait, block.queues_backward(mode))
+            max(self._computes_backward(block, mode), wait, block.queues_backward(mode))
             for (block, mode), wait in zip(pairs, waits, strict=True)
         )
         # What leaves and what comes do not share the link: it carries as much each way.
         return max(forward, moved / self.link, streamed / self.link) + max(backward, (moved + streamed) / self.link)
+
+    def _computes_backward(self, block: BlockCost, mode: Mode) -> float:
+        """Seconds of the device, and of what it waits for where that is not ahead."""
+        asked = block.moves(mode) / self.link if mode is Mode.OFFLOAD and not self.ahead else 0.0
+        return 2 * block.forward + block.replays(mode) + asked
 
     def memory(self, modes: Sequence[Mode]) -> int:
         """The most device memory that the step takes."""
@@ -137,7 +145,8 @@ class StepCost:
         """
         if mode is not Mode.OFFLOAD:
             return block.saved
-        return min(block.saved, max(self.slabs, block.largest) + 3 * block.largest)
+        ahead = max(self.slabs, block.largest) if self.ahead else 0
+        return min(block.saved, ahead + 3 * block.largest)
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,8 @@ class Choice:
             if last != first:
                 names += f" to {self.step.blocks[last].name}"
             saved = sum(block.saved for block in self.step.blocks[first : last + 1])
-            lines.append(f"  {mode.value:19} {names} ({format_size(saved)} saved)")
+            asked = ", each tensor back when it is asked for" if mode is Mode.OFFLOAD and not self.step.ahead else ""
+            lines.append(f"  {mode.value:19} {names} ({format_size(saved)} saved{asked})")
         return "\n".join(lines)
 
     def _runs(self) -> Iterator[tuple[int, int, Mode]]:
@@ -177,16 +187,24 @@ class Choice:
 def choose(step: StepCost, budget: int, allowed: Sequence[Mode]) -> Choice:
     """The fastest modes of those allowed that stay within `budget` bytes of device memory."""
     starts = list(_arrangements(len(step.blocks), [mode for mode in _FROM_THE_FIRST if mode in allowed]))
-    least = min(map(step.memory, starts))
+    steps = [replace(step, ahead=ahead) for ahead in (True, False)]
+    least = min(each.memory(modes) for each in steps for modes in starts)
     if least > budget:
         raise BudgetError(
             f"a training step takes {format_size(least)} of device memory at the least, and memory= allows "
             f"{format_size(budget)}. Allow more, make the batch smaller, or pass weights=True or double_buffering=False"
         )
+    return min(
+        (Choice(each, tuple(modes)) for each in steps for modes in _fast(each, starts, budget, allowed)),
+        key=lambda choice: _rank(choice.step, choice.modes),
+    )
+
+
+def _fast(step: StepCost, starts: Sequence[list[Mode]], budget: int, allowed: Sequence[Mode]) -> Iterator[list[Mode]]:
+    """The best of the starts that fit, improved."""
     fitting = sorted((modes for modes in starts if step.memory(modes) <= budget), key=lambda modes: _rank(step, modes))
-    improved: list[list[Mode]] = [_improved(step, modes, budget, allowed) for modes in fitting[:_TRIED]]
-    best = min(improved, key=lambda modes: _rank(step, modes))
-    return Choice(step, tuple(best))
+    for modes in fitting[:_TRIED]:
+        yield _improved(step, modes, budget, allowed)
 
 
 _FROM_THE_FIRST = (Mode.RECOMPUTE_OFFLOAD, Mode.OFFLOAD, Mode.RECOMPUTE, Mode.KEEP)

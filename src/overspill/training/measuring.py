@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from overspill.devices import link_rate, peak_memory, reset_peak_memory, synchronize
 from overspill.homes import DiskTensor, HostTensor
@@ -47,6 +48,9 @@ class Measurement:
             return False
         choice = choose(self._cost(), int(self._budget * _MARGIN), self._allowed)
         set_modes(self._blocks, choice.modes)
+        if not choice.step.ahead:
+            activations = self._blocks[0].activations
+            activations.limits = replace(activations.limits, ahead=0)
         for block in self._blocks:
             block.watch = None
         _announce(choice)
