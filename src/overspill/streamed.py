@@ -61,6 +61,9 @@ class LiveResult(_Live):
     _is_param = True  # for whoever asks: its home is one
 
 
+_HERE_OR_HOME = (LiveResult, LiveParameter, HostTensor, DiskTensor)
+
+
 @dataclass(slots=True)
 class _Bound:
     """One entry of a module's table that shows something else than its home at the moment."""
@@ -302,12 +305,16 @@ class StreamedUnit:
         """Bring along what was added to the unit's modules after planning: adapters, replaced weights."""
         if self.device.type == "cpu":
             return
-        for module in root.modules():
+        modules: list[nn.Module | None] = [root]  # walked so, since short steps wait for it
+        for module in modules:
+            if module is None:
+                continue
+            modules.extend(module._modules.values())
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
                     # A home is no stray, wherever it says it is: outside of a call of the model that is the CPU.
-                    if tensor is None or isinstance(tensor, HostTensor | DiskTensor):
+                    if tensor is None or isinstance(tensor, _HERE_OR_HOME):
                         continue
                     if tensor.device != self.device:
                         moved = tensor.to(self.device)

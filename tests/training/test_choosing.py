@@ -14,8 +14,8 @@ MODES = list(Mode)
 GB = 10**9
 
 
-def step(*blocks: BlockCost, peak: int = 10 * GB, link: float = 50e9) -> StepCost:
-    return StepCost(blocks=blocks, peak=peak, link=link, slabs=GB // 4)
+def step(*blocks: BlockCost, peak: int = 10 * GB, link: float = 50e9, host_a_tensor: float = 0.0) -> StepCost:
+    return StepCost(blocks=blocks, peak=peak, link=link, slabs=GB // 4, host_a_tensor=host_a_tensor)
 
 
 def alike(count: int, *, saved: int = 2 * GB, inputs: int = GB // 10, forward: float = 0.02) -> list[BlockCost]:
@@ -57,10 +57,31 @@ def test_where_the_host_is_what_blocks_wait_for_they_are_computed_again_rather_t
             BlockCost(name=str(i), forward=0.02, saved=GB // 2, inputs=GB // 20, host=host, tensors=200)
             for i in range(6)
         ]
-        return choose(step(*blocks, peak=10 * GB), 10 * GB, MODES).modes
+        return choose(step(*blocks, peak=10 * GB, host_a_tensor=1.5e-4), 10 * GB, MODES).modes
 
     assert Mode.OFFLOAD in chosen(host=0.0)
     assert Mode.OFFLOAD not in chosen(host=0.02)
+
+
+def test_a_host_that_is_slow_with_tensors_has_blocks_computed_again() -> None:
+    def chosen(host_a_tensor: float) -> tuple[Mode, ...]:
+        blocks = [
+            BlockCost(name=str(i), forward=0.02, saved=GB // 2, inputs=GB // 20, host=0.01, tensors=14)
+            for i in range(6)
+        ]
+        return choose(step(*blocks, host_a_tensor=host_a_tensor), 10 * GB, MODES).modes
+
+    assert Mode.OFFLOAD in chosen(1e-4)
+    assert Mode.OFFLOAD not in chosen(4e-3)
+
+
+def test_a_backward_takes_what_it_took_and_twice_its_forward_at_most() -> None:
+    def seconds(backward: float | None) -> float:
+        block = BlockCost(name="b", forward=0.02, backward=backward, saved=GB, inputs=GB // 10)
+        return step(block).seconds([Mode.RECOMPUTE])
+
+    assert seconds(None) == seconds(0.05) == pytest.approx(0.02 + 0.04 + 0.02)
+    assert seconds(0.03) == pytest.approx(0.02 + 0.03 + 0.02)
 
 
 def test_a_replay_that_was_shorter_than_its_forward_is_preferred() -> None:

@@ -240,6 +240,11 @@ class Activations:
         with self._lock:
             self._held.let_go(self.limits.held, waiting=0)
 
+    def let_go(self) -> None:
+        """Hold nothing on the device."""
+        with self._lock:
+            self._held.let_go(0, waiting=0)
+
     # Backward.
 
     def unpack(self, packed: Packed, *, back_to: int = 0) -> torch.Tensor:

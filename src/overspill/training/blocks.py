@@ -203,7 +203,7 @@ class BlockScope:
             self._stack.callback(block.called, frame)
             if block.watch is not None:
                 activations = block.activations
-                self._watched = block.watch.begin_call(frame, weights, device, lambda: activations.nbytes_sent)
+                self._watched = block.watch.begin_call(frame, weights, lambda: activations.nbytes_sent)
             self._stack.enter_context(frame.recording())
         else:
             self._stack.enter_context(block.activations.saving(weights))

@@ -15,10 +15,10 @@ from overspill.training.recompute import Frame
 class Watch:
     """Time and bytes of one block's calls."""
 
-    def __init__(self, on_replay: Callable[[], None], small: int) -> None:
+    def __init__(self, on_replay: Callable[["Watch"], None], device: torch.device, small: int) -> None:
         self.on_end: Callable[[], None] = lambda: None
         """Called when a call has ended."""
-        self._on_replay, self._small = on_replay, small
+        self._on_replay, self._device, self._small = on_replay, device, small
         self.saved_bytes = 0
         self.saved_tensors = 0
         """Those that are not small."""
@@ -29,10 +29,9 @@ class Watch:
         """In which replays were queued: nothing waits for the device there."""
         self._calls: list[tuple[Moment, Moment]] = []
         self._replays: list[tuple[Moment, Moment]] = []
+        self._backwards: list[tuple[Moment, Moment]] = []
 
-    def begin_call(
-        self, frame: Frame, weights: Collection[int], device: torch.device, sent: Callable[[], int]
-    ) -> Callable[[], None]:
+    def begin_call(self, frame: Frame, weights: Collection[int], sent: Callable[[], int]) -> Callable[[], None]:
         """Watch the call that `frame` records, and its replay. Returns what to call at its end.
 
         `sent`: how many bytes have left the device so far.
@@ -41,7 +40,7 @@ class Watch:
 
         def count(tensor: torch.Tensor) -> None:
             key = storage_key(tensor)
-            if key and key not in seen and key not in weights and tensor.device == device:
+            if key and key not in seen and key not in weights and tensor.device == self._device:
                 seen[key] = StorageWeakRef(tensor.untyped_storage())
                 nbytes = tensor.untyped_storage().nbytes()
                 self.saved_bytes += nbytes
@@ -49,9 +48,9 @@ class Watch:
                 self.largest_bytes = max(self.largest_bytes, nbytes)
 
         frame.on_save = count
-        frame.on_replay = partial(self._begin_replay, device)
+        frame.on_replay = self._begin_replay
         self.input_bytes += frame.input_bytes
-        end, before = partial(self._end, self._calls, Moment(device), device), sent()
+        end, before = partial(self._end, self._calls, Moment(self._device)), sent()
 
         def end_call() -> None:
             end()
@@ -60,9 +59,9 @@ class Watch:
 
         return end_call
 
-    def _begin_replay(self, device: torch.device) -> Callable[[], None]:
-        self._on_replay()
-        began, end = time.perf_counter(), partial(self._end, self._replays, Moment(device), device)
+    def _begin_replay(self) -> Callable[[], None]:
+        self._on_replay(self)
+        began, end = time.perf_counter(), partial(self._end, self._replays, Moment(self._device))
 
         def end_replay() -> None:
             self.host_seconds += time.perf_counter() - began
@@ -70,9 +69,13 @@ class Watch:
 
         return end_replay
 
-    @staticmethod
-    def _end(times: list[tuple[Moment, Moment]], start: Moment, device: torch.device) -> None:
-        times.append((start, Moment(device)))
+    def _end(self, times: list[tuple[Moment, Moment]], start: Moment) -> None:
+        times.append((start, Moment(self._device)))
+
+    def end_backward(self) -> None:
+        """What followed the last replay is done."""
+        if len(self._replays) > len(self._backwards):  # else one has failed
+            self._end(self._backwards, self._replays[-1][1])
 
     def seconds(self) -> float:
         """Of all calls together. The device must have done its work."""
@@ -81,6 +84,11 @@ class Watch:
     def replay_seconds(self) -> float | None:
         """Of all replays together; None where there was none."""
         return _sum(self._replays) if self._replays else None
+
+    def backward_seconds(self) -> float | None:
+        """Of all backwards together, replays apart; None where the end of one is not known."""
+        known = self._replays and len(self._backwards) == len(self._replays)
+        return _sum(self._backwards) if known else None
 
 
 def _sum(times: Iterable[tuple[Moment, Moment]]) -> float:
