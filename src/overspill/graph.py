@@ -4,11 +4,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
 
+from overspill.devices import backward_number
 from overspill.host_link import Departure, Landing
 from overspill.slab import Layout, Slab
 from overspill.tensors import is_dense, over
@@ -16,65 +17,67 @@ from overspill.tensors import is_dense, over
 # Gradients.
 #
 # Note: how a gradient gets home. Two nodes stand between a live weight and its home. The first runs where the weight
-# computed: it starts the copy to pinned memory and returns that memory at once. The second belongs to the CPU, so
-# autograd runs it in the thread that called backward, beside the one that feeds the device: there we wait for the copy.
-# Whatever comes behind it (accumulation, hooks, `torch.autograd.grad`) sees complete values, and all has arrived when
-# backward returns. Each pair of nodes serves several weights of a unit: the interpreter is what short steps wait for.
+# computed: it starts the copy to pinned memory and leaves that memory for the second at once. The second belongs to the
+# CPU, so autograd runs it in the thread that called backward, beside the one that feeds the device: there we wait for
+# the copy. Whatever comes behind it (accumulation, hooks, `torch.autograd.grad`) sees complete values, and all has
+# arrived when backward returns. Each pair of nodes serves several weights of a unit, and autograd knows of one tensor
+# between the two, without memory, not of one a weight: the interpreter is what short steps wait for.
+
+
+@dataclass(slots=True)
+class _Crossing:
+    """What one backward has sent from the first of two nodes to the second."""
+
+    gradients: list[torch.Tensor | None]
+    departure: Departure | None
 
 
 class _Leave(torch.autograd.Function):
-    """Home to live, as autograd sees it: the same values, and a gradient that leaves for where the home is."""
+    """Homes to lives, as autograd sees it: the same values, and gradients that leave for where the homes are."""
 
     @staticmethod
     def forward(
-        ctx: Any, lives: list[torch.Tensor], under_way: list[Departure], landing: Landing, *homes: torch.Tensor
+        ctx: Any, lives: list[torch.Tensor], crossings: dict[int, _Crossing], landing: Landing, between: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a weight that no loss depends on gets no gradient
-        ctx.under_way, ctx.landing = under_way, landing
-        ctx.device = homes[0].device
+        ctx.crossings, ctx.landing = crossings, landing
+        ctx.device = between.device
         return tuple(lives)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        arriving = list(gradients)
+        crossing = _Crossing(list(gradients), None)
         leaving: dict[int, torch.Tensor] = {}
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
             if gradient.device == ctx.device or torch.is_grad_enabled() or gradient.layout is not torch.strided:
-                arriving[index] = gradient.to(ctx.device)  # differentiable again, if need be
+                crossing.gradients[index] = gradient.to(ctx.device)  # differentiable again, if need be
             else:
                 leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
         if leaving:
-            departure, copies = ctx.landing.link.send(list(leaving.values()), ctx.landing)
-            ctx.under_way.append(departure)
+            crossing.departure, copies = ctx.landing.link.send(list(leaving.values()), ctx.landing)
             for index, copy in zip(leaving, copies, strict=True):
-                arriving[index] = copy
-        return None, None, None, *arriving
+                crossing.gradients[index] = copy
+        ctx.crossings[backward_number()] = crossing
+        return None, None, None, _nothing(ctx.device)
 
 
 class _Arrive(torch.autograd.Function):
-    """The homes' side. What it gives are only the shapes of the homes: `_Leave` replaces them with live weights."""
+    """The homes' side. What it gives has no values: `_Leave` gives the live weights in its place."""
 
     @staticmethod
-    def forward(ctx: Any, under_way: list[Departure], *homes: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.under_way = under_way
+    def forward(ctx: Any, crossings: dict[int, _Crossing], *homes: torch.Tensor) -> torch.Tensor:
+        ctx.crossings = crossings
         with torch._C.DisableTorchFunctionSubclass():  # where they are, not where they act as if they were
-            return tuple(_shape(home.shape, home.dtype, home.device).detach() for home in homes)
+            return _nothing(homes[0].device).detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        while ctx.under_way:
-            ctx.under_way.pop().wait()
-        return None, *gradients
-
-
-@lru_cache(maxsize=1024)
-def _shape(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor that has no more to it than this."""
-    with torch.inference_mode(False):
-        return torch.empty((), dtype=dtype, device=device).expand(shape)
+    def backward(ctx: Any, *between: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        crossing = ctx.crossings.pop(backward_number())
+        if crossing.departure is not None:
+            crossing.departure.wait()
+        return None, *crossing.gradients
 
 
 _thread = threading.local()
@@ -107,10 +110,10 @@ def onload(
     shown: list[torch.Tensor] = []
     while len(shown) < len(homes):
         group = slice(len(shown), len(shown) + _how_many(homes[len(shown) :], together))
-        under_way: list[Departure] = []
-        shapes = _Arrive.apply(under_way, *homes[group])  # type: ignore[no-untyped-call]
+        crossings: dict[int, _Crossing] = {}  # by the number of the backward: a graph may be gone through by several
+        between = _Arrive.apply(crossings, *homes[group])  # type: ignore[no-untyped-call]
         landing = landing_of(len(shown))
-        shown += _Leave.apply(list(lives[group]), under_way, landing, *shapes)  # type: ignore[no-untyped-call]
+        shown += _Leave.apply(list(lives[group]), crossings, landing, between)  # type: ignore[no-untyped-call]
     return shown
 
 
