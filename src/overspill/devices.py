@@ -400,12 +400,18 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-def _drawn(device: torch.device) -> tuple[int, int] | None:
-    """Where an accelerator is in its random numbers: which row of them, and how many it has drawn."""
+@functools.cache
+def _generator(device: torch.device) -> torch.Generator | None:
+    """What draws an accelerator's random numbers."""
     if device.type == "cpu":
         return None
-    generator = torch.get_device_module(device).default_generators[device.index]
-    return generator.initial_seed(), generator.get_offset()
+    generator: torch.Generator = torch.get_device_module(device).default_generators[device.index]
+    return generator
+
+
+def _drawn(generator: torch.Generator | None) -> tuple[int, int] | None:
+    """Where an accelerator is in its random numbers: which row of them, and how many it has drawn."""
+    return None if generator is None else (generator.initial_seed(), generator.get_offset())
 
 
 class RandomState:
@@ -414,17 +420,19 @@ class RandomState:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cpu = torch.get_rng_state()
-        self._other = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        self._drawn = _drawn(device)
+        self._generator = _generator(device)
+        self._drawn = _drawn(self._generator)
 
     def _draw_from_here(self) -> None:
         torch.set_rng_state(self._cpu)
-        if self._other is not None:
-            torch.get_device_module(self._device).set_rng_state(self._other, self._device)
+        if self._generator is not None and self._drawn is not None:
+            row, drawn = self._drawn
+            self._generator.manual_seed(row)
+            self._generator.set_offset(drawn)
 
     def has_passed(self) -> bool:
         """Whether any have been drawn since."""
-        return self._drawn != _drawn(self._device) or not torch.equal(self._cpu, torch.get_rng_state())
+        return self._drawn != _drawn(self._generator) or not torch.equal(self._cpu, torch.get_rng_state())
 
     @contextmanager
     def again(self) -> Iterator[None]:

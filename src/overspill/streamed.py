@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -126,8 +127,11 @@ class StreamedUnit:
 
         Buffers are shown as those very tensors, and whoever sees one can do anything to it.
         """
-        alike = self.store.layout is other.store.layout and self.kept == other.kept
-        return alike and all(isinstance(home, nn.Parameter) for home in self.store.homes)
+        return self.store.layout is other.store.layout and self.kept == other.kept and self._has_no_buffers
+
+    @cached_property
+    def _has_no_buffers(self) -> bool:
+        return all(isinstance(home, nn.Parameter) for home in self.store.homes)
 
     # HOME -> FETCHING, and back to HOME from anywhere.
 

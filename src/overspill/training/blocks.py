@@ -201,10 +201,12 @@ class BlockScope:
             device, keeps = block.activations.device, block.keeps_attention
             frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
             self._stack.callback(block.called, frame)
+            self._stack.callback(frame.end)
             if block.watch is not None:
                 activations = block.activations
                 self._watched = block.watch.begin_call(frame, weights, lambda: activations.nbytes_sent)
-            self._stack.enter_context(frame.recording())
+            for context in frame.recording():
+                self._stack.enter_context(context)
         else:
             self._stack.enter_context(block.activations.saving(weights))
         return args, kwargs

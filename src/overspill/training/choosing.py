@@ -13,6 +13,7 @@ operations need for a moment) is the same for every choice, and is known from th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations_with_replacement, pairwise
+from operator import or_
 
 from overspill.config import format_size
 from overspill.errors import BudgetError
@@ -133,11 +134,17 @@ class StepCost:
     def _height(self, modes: Sequence[Mode]) -> int:
         before = list(accumulate(self._kept(modes), initial=0))
         behind = list(accumulate((block.gradients for block in reversed(self.blocks)), initial=0))[-2::-1]
+        left = list(accumulate((mode.leaves for mode in modes), or_, initial=False))
         heights = [
-            before[index] + behind[index] + self._working(block, mode)
+            before[index] + behind[index] + self._working(block, mode) + self._brought(block, mode) * left[index]
             for index, (block, mode) in enumerate(zip(self.blocks, modes, strict=True))
         ]
         return max([before[-1], *heights])
+
+    @staticmethod
+    def _brought(block: BlockCost, mode: Mode) -> int:
+        """What comes back during a block's backward for one before it, if anything has left before."""
+        return block.moves(mode) if mode is Mode.RECOMPUTE_OFFLOAD else 0
 
     def _working(self, block: BlockCost, mode: Mode) -> int:
         """What a block's own backward needs of its saved tensors.
