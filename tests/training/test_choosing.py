@@ -107,8 +107,16 @@ def test_what_the_head_needs_is_there_with_all_that_is_kept() -> None:
     cost = StepCost(blocks=tuple(blocks), peak=10 * GB, link=50e9, slabs=GB // 4, between=9 * GB, held=GB)
     assert cost.memory([Mode.KEEP] * 4) == 9 * GB + 4 * 2 * GB
     assert cost.memory([Mode.RECOMPUTE_OFFLOAD] * 4) == 10 * GB
-    one = [Mode.OFFLOAD, *[Mode.KEEP] * 3]
-    assert cost.memory(one) == 9 * GB + 3 * 2 * GB + GB, "what was sent last is still there"
+    for mode, sent_last in ((Mode.OFFLOAD, GB // 4), (Mode.RECOMPUTE_OFFLOAD, GB)):
+        assert cost.memory([mode, *[Mode.KEEP] * 3]) == 9 * GB + 3 * 2 * GB + sent_last, "which is still there"
+
+
+def test_what_was_sent_last_takes_room_in_the_backward_of_blocks_behind_that() -> None:
+    cost = StepCost(blocks=tuple(alike(4)), peak=10 * GB, link=50e9, slabs=GB // 4, held=GB // 2)
+    brought = GB // 10
+    assert cost.memory([Mode.RECOMPUTE_OFFLOAD] * 4) == 10 * GB
+    assert cost.memory([*[Mode.RECOMPUTE_OFFLOAD] * 3, Mode.KEEP]) == 10 * GB - brought + GB // 2
+    assert cost.memory([*[Mode.OFFLOAD] * 3, Mode.KEEP]) == 10 * GB - brought + GB // 4
 
 
 def test_offloading_large_tensors_takes_room_for_a_few_of_them() -> None:

@@ -406,6 +406,26 @@ def test_in_the_smallest_budget_nothing_comes_back_ahead_and_the_results_are_the
     assert activations_of(model).limits.ahead == 0
 
 
+def test_when_only_inputs_follow_nothing_larger_waits_for_its_copy_any_more(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offload_all_but_the_last(step: StepCost, budget: int, allowed: list[Mode]) -> Choice:
+        return Choice(step, (*[Mode.OFFLOAD] * (len(step.blocks) - 1), Mode.RECOMPUTE_OFFLOAD))
+
+    limits = Limits(small=0, held=64, ahead=1 << 13)
+    monkeypatch.setattr(Limits, "usual", classmethod(lambda cls, *args, **kwargs: limits))
+    monkeypatch.setattr("overspill.training.measuring.choose", offload_all_but_the_last)
+    model = Net().to(device)
+    overspill.offload_training(model, memory="8GiB")
+    inputs: list[int] = []
+    model.blocks[-1].register_forward_pre_hook(lambda module, args: inputs.append(args[0].nbytes))
+    for turn, batch in enumerate(batches(2, device)):
+        plainly(model, batch, turn)
+    loss = loss_of(model, next(batches(1, device)))
+    assert 0 < activations_of(model).held_bytes <= 2 * inputs[-1]
+    loss.backward()
+
+
 def test_a_budget_too_small_is_told_after_it_was_measured() -> None:
     model = Net()
     overspill.offload_training(model, memory=100)

@@ -77,11 +77,10 @@ def _named(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 def set_modes(blocks: Sequence["Block"], modes: Sequence[Mode]) -> None:
     """Have each block looked after in its mode."""
-    last = max((index for index, mode in enumerate(modes) if mode.leaves), default=-1)
+    # What one saves that is recomputed is little, and is needed first in backward.
+    last = max((index for index, mode in enumerate(modes) if mode is Mode.OFFLOAD), default=-1)
     for index, (block, mode) in enumerate(zip(blocks, modes, strict=True)):
-        block.mode = mode
-        # One that is recomputed leaves little, and needs that first in backward.
-        block.ends_forward = index == last and mode is Mode.OFFLOAD
+        block.mode, block.ends_forward = mode, index == last
 
 
 class Block:
@@ -91,7 +90,7 @@ class Block:
         self.name, self.module, self.mode = name, module, Mode.KEEP
         self.activations, self.room = activations, room
         self.watch: Watch | None = None  # while a step is being measured
-        self.ends_forward = False  # no block behind it saves anything
+        self.ends_forward = False  # no block behind it sends all that it saves
         self._without_attention = -1  # bytes of the largest inputs with which no attention was worth keeping
         self._warned = False
 

@@ -79,7 +79,7 @@ class StepCost:
     between: int = 0
     """… and between the last block's forward and its backward, while the head and the loss are computed."""
     held: int = 0
-    """Bytes that are there besides at that time where anything leaves: what was sent last."""
+    """Bytes that are there besides at that time, where inputs leave: those that were sent last."""
     link: float
     """Bytes a second, each way."""
     host_a_tensor: float = 0.0
@@ -124,7 +124,7 @@ class StepCost:
         """The most device memory that the step takes."""
         same = [self.measured_as] * len(self.blocks)
         between = max(self.between - sum(self._kept(same)), 0) + sum(self._kept(modes))
-        between += self.held if any(mode.leaves for mode in modes) else 0
+        between += self._held(modes)
         return max(between, max(self.peak - self._height(same), 0) + self._height(modes))
 
     def _kept(self, modes: Sequence[Mode]) -> list[int]:
@@ -135,11 +135,19 @@ class StepCost:
         before = list(accumulate(self._kept(modes), initial=0))
         behind = list(accumulate((block.gradients for block in reversed(self.blocks)), initial=0))[-2::-1]
         left = list(accumulate((mode.leaves for mode in modes), or_, initial=False))
+        last = max((index for index, mode in enumerate(modes) if mode.leaves), default=len(modes))
         heights = [
             before[index] + behind[index] + self._working(block, mode) + self._brought(block, mode) * left[index]
             for index, (block, mode) in enumerate(zip(self.blocks, modes, strict=True))
         ]
+        heights[last + 1 :] = [height + self._held(modes) for height in heights[last + 1 :]]
         return max([before[-1], *heights])
+
+    def _held(self, modes: Sequence[Mode]) -> int:
+        """What was sent last, and is still on the device until the backward of the block that saved it."""
+        pairs = zip(self.blocks, modes, strict=True)
+        saved = max((block.saved for block, mode in pairs if mode is Mode.OFFLOAD), default=0)
+        return max(min(self.slabs, saved), self.held if Mode.RECOMPUTE_OFFLOAD in modes else 0)
 
     @staticmethod
     def _brought(block: BlockCost, mode: Mode) -> int:
