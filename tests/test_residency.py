@@ -663,8 +663,13 @@ def test_a_version_is_asked_while_nobody_drops_the_unit(monkeypatch: pytest.Monk
     with stage.calling("a") as use:
         ((_, loan),) = stage.residency.loans(use)
     owned = stage.residency._changed._is_owned  # type: ignore[attr-defined]
-    monkeypatch.setattr(stage.units["a"], "version", lambda index: 7 if owned() else 0)
+    monkeypatch.setattr(stage.units["a"], "edits", lambda index: 7 if owned() else 0)
     assert loan.version(0) == 7
+    monkeypatch.setattr(stage.units["a"], "versions_at_home", lambda: [5 if owned() else 0])
+    assert loan.version(0) == 7, "those at home are asked once in a call"
+    with stage.calling("a") as use:
+        ((_, another),) = stage.residency.loans(use)
+    assert another.version(0) == 12
 
 
 # Room.

@@ -212,11 +212,19 @@ class Interception:
 
     def _intercepted(self, inner: Call) -> Call:
         module = self._module
-        enter, leave, back = self._enter, self._leave, self._gate.leave
+        around = unseen = self._enter, self._leave, self._gate.leave
+        compiler: Callable[[], object] = _no_compiler
         if _dynamo_is_loaded():
-            enter, leave, back = map(torch.compiler.disable, (enter, leave, back))
+            unseen = (
+                torch.compiler.disable(around[0]),
+                torch.compiler.disable(around[1]),
+                torch.compiler.disable(around[2]),
+            )
+            compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # To hide from a compiler takes time, and short steps wait for it: only where one looks on.
+            enter, leave, back = around if compiler() is None else unseen
             ticket = Ticket()
             scopes: list[Scope] = []
             output = None
@@ -285,6 +293,10 @@ def is_compiled(module: nn.Module) -> bool:
         or _compiled_call(part) is not None
         for part in module.modules()
     )
+
+
+def _no_compiler() -> None:
+    """Nothing compiles what this thread does."""
 
 
 def _dynamo_is_loaded() -> bool:

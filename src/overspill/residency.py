@@ -46,10 +46,11 @@ class Use:
 class Loan:
     """A unit's bytes, to be had again in the backward of one call of a root."""
 
-    __slots__ = ("_residency", "_step", "_unit")
+    __slots__ = ("_homes", "_residency", "_step", "_unit")
 
     def __init__(self, residency: "Residency", step: Step, unit: StreamedUnit) -> None:
         self._residency, self._step, self._unit = residency, step, unit
+        self._homes: list[int] | None = None  # versions: what is edited at home during the call is not computed with
 
     def weight(self, index: int, version: int) -> torch.Tensor:
         """A weight, arrived as far as the current stream is concerned. Raises if it is not at `version` any more.
@@ -68,8 +69,11 @@ class Loan:
 
     def version(self, index: int) -> int:
         """Grows with each in-place edit of a weight that autograd would notice, at home or in a call."""
+        unit = self._unit
         with self._residency.lock:
-            return self._unit.version(index)
+            if self._homes is None:
+                self._homes = unit.versions_at_home()
+            return self._homes[index] + unit.edits(index)
 
 
 class Residency:

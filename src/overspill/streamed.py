@@ -383,8 +383,16 @@ class StreamedUnit:
     def version(self, index: int) -> int:
         """Grows with each in-place edit of a tensor that autograd would notice, at home or in a call."""
         with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
-            version = self.store.version(index)
-        return version + self._live[index]._version - self._versions[index] if self._live else version
+            return self.store.version(index) + self.edits(index)
+
+    def versions_at_home(self) -> list[int]:
+        """How far the homes' own edits have come."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [self.store.version(index) for index in range(len(self.store.homes))]
+
+    def edits(self, index: int) -> int:
+        """How often a live tensor was edited since it has its home's values."""
+        return self._live[index]._version - self._versions[index] if self._live else 0
 
     def _edited_through_data(self, index: int, live: _Live) -> bool:
         if not live.data_was_used:
