@@ -204,24 +204,24 @@ class Choice:
 def choose(step: StepCost, budget: int, allowed: Sequence[Mode]) -> Choice:
     """The fastest modes of those allowed that stay within `budget` bytes of device memory."""
     starts = list(_arrangements(len(step.blocks), [mode for mode in _FROM_THE_FIRST if mode in allowed]))
-    steps = [replace(step, ahead=ahead) for ahead in (True, False)]
-    least = min(each.memory(modes) for each in steps for modes in starts)
-    if least > budget:
-        raise BudgetError(
-            f"a training step takes {format_size(least)} of device memory at the least, and memory= allows "
-            f"{format_size(budget)}. Allow more, make the batch smaller, or pass weights=True or double_buffering=False"
-        )
-    return min(
-        (Choice(each, tuple(modes)) for each in steps for modes in _fast(each, starts, budget, allowed)),
-        key=lambda choice: _rank(choice.step, choice.modes),
+    frugal = replace(step, ahead=False)
+    for each in (step, frugal):
+        fitting = [modes for modes in starts if each.memory(modes) <= budget]
+        if fitting:
+            return _fastest(each, fitting, budget, allowed)
+    least = min(map(frugal.memory, starts))
+    raise BudgetError(
+        f"a training step takes {format_size(least)} of device memory at the least, and memory= allows "
+        f"{format_size(budget)}. Allow more, make the batch smaller, or pass weights=True or double_buffering=False"
     )
 
 
-def _fast(step: StepCost, starts: Sequence[list[Mode]], budget: int, allowed: Sequence[Mode]) -> Iterator[list[Mode]]:
-    """The best of the starts that fit, improved."""
-    fitting = sorted((modes for modes in starts if step.memory(modes) <= budget), key=lambda modes: _rank(step, modes))
-    for modes in fitting[:_TRIED]:
-        yield _improved(step, modes, budget, allowed)
+def _fastest(step: StepCost, fitting: Sequence[list[Mode]], budget: int, allowed: Sequence[Mode]) -> Choice:
+    """The best that comes of some modes that fit."""
+    starts = sorted(fitting, key=lambda modes: _rank(step, modes))[:_TRIED]
+    improved: list[list[Mode]] = [_improved(step, modes, budget, allowed) for modes in starts]
+    best = min(improved, key=lambda modes: _rank(step, modes))
+    return Choice(step, tuple(best))
 
 
 _FROM_THE_FIRST = (Mode.RECOMPUTE_OFFLOAD, Mode.OFFLOAD, Mode.RECOMPUTE, Mode.KEEP)
