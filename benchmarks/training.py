@@ -28,7 +28,7 @@ from typing import Any, Final
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; deterministic products need it
 
 import torch
-from common import GB, LLAMA_8B, Check, Shape, environment, synchronize
+from common import GB, LLAMA_8B, Check, Shape, environment, synchronize, time_once
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -318,11 +318,7 @@ def measure(case: Case, way: Way, expected: list[torch.Tensor] | None) -> tuple[
             if turn == way.warm_up:
                 free()
                 torch.cuda.reset_peak_memory_stats()
-            synchronize()
-            start = time.perf_counter()
-            step()
-            synchronize()
-            marks.append(time.perf_counter() - start)
+            marks.append(time_once(step))
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         found = gradients(model, step) if way.compared else None
     same = None
@@ -350,11 +346,7 @@ def in_turns(case: Case, ways: Sequence[Way], times: int = 11) -> dict[str, tupl
             model.zero_grad()
         for _ in range(times):
             for name, model, step in made:
-                synchronize()
-                start = time.perf_counter()
-                step()
-                synchronize()
-                marks[name].append(time.perf_counter() - start)
+                marks[name].append(time_once(step))
                 model.zero_grad()
     return {name: tuple(sorted(mine)) for name, mine in marks.items()}
 

@@ -215,11 +215,8 @@ class Interception:
         around = unseen = self._enter, self._leave, self._gate.leave
         compiler: Callable[[], object] = _no_compiler
         if _dynamo_is_loaded():
-            unseen = (
-                torch.compiler.disable(around[0]),
-                torch.compiler.disable(around[1]),
-                torch.compiler.disable(around[2]),
-            )
+            enter, leave, back = map(torch.compiler.disable, around)
+            unseen = enter, leave, back
             compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -2,11 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _NO_TENSORS = frozenset({bool, int, float, str})
+_LEAVES = _NO_TENSORS | {torch.Tensor, nn.Parameter, type(None)}
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor], skip: Collection[str] = ()) -> Any:
@@ -66,3 +70,23 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def to_device(value: Any, device: torch.device, skip: Collection[str] = ()) -> Any:
     """`value` with its tensors on `device`."""
     return map_tensors(value, lambda tensor: tensor if tensor.device == device else tensor.to(device), skip)
+
+
+def taken_apart(value: Any, leaves: list[Any]) -> Callable[[Iterator[Any]], Any]:
+    """What makes the same of other leaves. Those of `value` are added to `leaves`, and nothing holds them besides.
+
+    torch's own way is for containers of all kinds, and takes four times as long for the usual ones.
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        leaves.append(value)
+        return next
+    if kind is tuple or kind is list:
+        parts = [taken_apart(item, leaves) for item in value]
+        return lambda given: kind([part(given) for part in parts])
+    if kind is dict:
+        named = [(name, taken_apart(item, leaves)) for name, item in value.items()]
+        return lambda given: {name: part(given) for name, part in named}
+    flat, structure = tree_flatten(value)
+    leaves += flat
+    return lambda given: tree_unflatten(list(islice(given, len(flat))), structure)

@@ -28,6 +28,7 @@ from overspill.slab import Slab
 from overspill.store import Store
 from overspill.tensors import Place, TensorSpec
 from overspill.transfer import Fetch, Transfer
+from overspill.units import modules_below
 
 _NOT_FETCHED = object()  # equal to no stamp
 
@@ -309,11 +310,7 @@ class StreamedUnit:
         """Bring along what was added to the unit's modules after planning: adapters, replaced weights."""
         if self.device.type == "cpu":
             return
-        modules: list[nn.Module | None] = [root]  # walked so, since short steps wait for it
-        for module in modules:
-            if module is None:
-                continue
-            modules.extend(module._modules.values())
+        for module in modules_below(root):
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():

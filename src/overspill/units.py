@@ -351,6 +351,14 @@ def owner_path(place: Place) -> str:
     return place.path[: -len(place.name) - 1]  # "" for a tensor of the model itself, which has no dot
 
 
+def modules_below(root: nn.Module) -> list[nn.Module]:
+    """`root` and all modules in it, one that is there twice, twice. Quicker than `modules`: short steps wait for it."""
+    modules = [root]
+    for module in modules:
+        modules.extend([child for child in module._modules.values() if child is not None])
+    return modules
+
+
 def is_below(path: str, ancestor: str) -> bool:
     """Whether the module at `path` is the one at `ancestor`, or part of it."""
     return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")

@@ -140,8 +140,8 @@ class StepCost:
             before[index] + behind[index] + self._working(block, mode) + self._brought(block, mode) * left[index]
             for index, (block, mode) in enumerate(zip(self.blocks, modes, strict=True))
         ]
-        heights[last + 1 :] = [height + self._held(modes) for height in heights[last + 1 :]]
-        return max([before[-1], *heights])
+        held = self._held(modes)
+        return max([before[-1], *heights, *(height + held for height in heights[last + 1 :])])
 
     def _held(self, modes: Sequence[Mode]) -> int:
         """What was sent last, and is still on the device until the backward of the block that saved it."""

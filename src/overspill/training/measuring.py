@@ -103,11 +103,14 @@ class Measurement:
 
 def _costs_of(blocks: Iterable[Block]) -> tuple[BlockCost, ...]:
     """What each of them costs. Blocks alike take the same time: what one took longer, others did meanwhile."""
-    costs = [(type(block.module), _cost_of(block)) for block in blocks]
-    alike = defaultdict(list)
-    for kind, cost in costs:
-        alike[kind, cost.gradients, cost.streamed, cost.saved].append(cost)
-    return tuple(_usual(cost, alike[kind, cost.gradients, cost.streamed, cost.saved]) for kind, cost in costs)
+    alike: defaultdict[object, list[BlockCost]] = defaultdict(list)
+    costs = []
+    for block in blocks:
+        cost = _cost_of(block)
+        kind = alike[type(block.module), cost.gradients, cost.streamed, cost.saved]
+        kind.append(cost)
+        costs.append((cost, kind))
+    return tuple(_usual(cost, kind) for cost, kind in costs)
 
 
 def _usual(cost: BlockCost, alike: Sequence[BlockCost]) -> BlockCost:

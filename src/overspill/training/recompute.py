@@ -12,17 +12,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from itertools import islice
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overspill.devices import RandomState, at_end_of_backward, backward_number, running_backward
 from overspill.errors import StateError
 from overspill.graph import Replaying, SavedTensor, Version, refuse_edited
+from overspill.movement import taken_apart
 from overspill.training.attention import GiveAttention, KeepAttention
+from overspill.units import modules_below
 
 
 class Keeper(Protocol):
@@ -83,7 +83,7 @@ class Frame:
     ) -> None:
         self._name, self._module, self._keep = name, module, keep
         leaves: list[Any] = []
-        self._rebuild = _taken_apart((args, kwargs), leaves)
+        self._rebuild = taken_apart((args, kwargs), leaves)
         self._inputs = {id(leaf): _Input(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
         self._random: RandomState | None = RandomState(device)
@@ -198,42 +198,15 @@ class Frame:
         )
 
 
-_Rebuild = Callable[[Iterator[Any]], Any]
-
-
-def _taken_apart(arguments: Any, leaves: list[Any]) -> _Rebuild:
-    """What makes the same of other leaves. Those of `arguments` are added to `leaves`.
-
-    torch's own way is for containers of all kinds, and takes four times as long for the usual ones.
-    """
-    kind = type(arguments)
-    if kind in _LEAVES:
-        leaves.append(arguments)
-        return next
-    if kind is tuple or kind is list:
-        parts = [_taken_apart(each, leaves) for each in arguments]
-        return lambda given: kind([part(given) for part in parts])
-    if kind is dict:
-        named = [(name, _taken_apart(each, leaves)) for name, each in arguments.items()]
-        return lambda given: {name: part(given) for name, part in named}
-    flat, structure = tree_flatten(arguments)
-    leaves += flat
-    return lambda given: tree_unflatten(list(islice(given, len(flat))), structure)
-
-
-_LEAVES = frozenset((torch.Tensor, nn.Parameter, type(None), bool, int, float, str))
-
-
 def _versions(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
     """Each parameter below `module`, and its version. One that is there twice is here twice."""
-    found: list[tuple[torch.Tensor, int]] = []
-    modules: list[nn.Module | None] = [module]
     with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
-        for each in modules:
-            if each is not None:
-                modules.extend(each._modules.values())
-                found += [(weight, weight._version) for weight in each._parameters.values() if weight is not None]
-    return found
+        return [
+            (weight, weight._version)
+            for each in modules_below(module)
+            for weight in each._parameters.values()
+            if weight is not None
+        ]
 
 
 def _empty(reference: "weakref.ref[Frame]") -> None:
