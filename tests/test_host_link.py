@@ -73,14 +73,44 @@ def test_what_leaves_is_held_until_its_copy_has_ended(marks: list[Mark]) -> None
     [(Pace(in_flight=4096, departures=2), 4), (Pace(in_flight=1, departures=2), 2), (ONE_BY_ONE, 1)],
     ids=["four fit", "two however large", "one by one"],
 )
-def test_whoever_sends_waits_while_too_much_is_under_way(pace: Pace, under_way: int, marks: list[Mark]) -> None:
-    link = HostLink(CPU)
+@pytest.mark.parametrize("stream", ["the same stream", "another stream"])
+def test_what_is_computed_next_waits_while_too_much_is_under_way(
+    pace: Pace, under_way: int, stream: str, marks: list[Mark], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited_for_on_the_device, alive = list[Mark](), []
+    monkeypatch.setattr(host_link, "current_stream_waits", lambda device, mark: waited_for_on_the_device.append(mark))
+    link, sent, numbers = HostLink(CPU), list[Mark](), iter(range(99))
+    if stream == "another stream":
+        link._stream = lambda: next(numbers)
     link.pace = pace
-    sent = []
     for _ in range(6):
-        link.send([torch.zeros(1024, dtype=torch.uint8)])
+        source = torch.zeros(1024, dtype=torch.uint8)
+        alive.append(weakref.ref(source))
+        departure, _ = link.send([source])
         sent.append(marks[-1])
-    assert [mark.waited_for for mark in sent] == [True] * (6 - under_way) + [False] * under_way
+        del source
+    through, rest = sent[: 6 - under_way], sent[6 - under_way :]
+    if stream == "the same stream":
+        assert waited_for_on_the_device == through
+        assert not any(mark.waited_for for mark in sent), "the host went on"
+    else:
+        assert [mark.waited_for for mark in sent] == [True] * len(through) + [False] * len(rest)
+        assert not waited_for_on_the_device, "torch would give the memory to a stream that has not waited"
+    assert [reference() is None for reference in alive] == [True] * len(through) + [False] * len(rest)
+    assert not departure.ended()
+
+
+def test_what_was_let_go_of_has_not_arrived(marks: list[Mark], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_link, "current_stream_waits", lambda device, mark: None)
+    link = HostLink(CPU)
+    link.pace = ONE_BY_ONE
+    first, _ = link.send([torch.zeros(64)])
+    left = marks[-1]
+    link.send([torch.zeros(64)])
+    assert not first.ended(), "its memory is free, but nobody may read the copy yet"
+    first.wait()
+    assert left.waited_for
+    assert first.ended()
 
 
 def test_to_edit_one_copy_is_not_to_edit_the_others(device: str) -> None:

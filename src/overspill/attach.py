@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from overspill.devices import CPU, Moment
 from overspill.gate import Gate, Ticket
-from overspill.graph import saving_weights_as_notes
+from overspill.graph import recorder, saving_weights_as_notes
 from overspill.homes import ComputingOn
 from overspill.movement import tensors_in, to_device
 from overspill.recording import COMPUTE, Counts
@@ -56,13 +56,19 @@ class UnitScope:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._residency.acquire(self._use)
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            saving = saving_weights_as_notes(self._residency.loans(self._use))
-            saving.__enter__()
-            self._saving = saving
+            self._save_weights()
         device = self._residency.device
         moved = (args, kwargs) if device == CPU else _moved((args, kwargs), device)
         self._begun = self._residency.now()
         return moved
+
+    def _save_weights(self) -> None:
+        """Have what operations save of the unit hold none of its memory until backward needs it."""
+        records = recorder()
+        if records is None or not records.takes_weights(self._use.root.module, self._use.slabs()):
+            saving = saving_weights_as_notes(self._residency.loans(self._use))
+            saving.__enter__()
+            self._saving = saving
 
     def leave(self, output: Any) -> Any:
         self._residency.note(COMPUTE, self._use.root.path, self._begun)

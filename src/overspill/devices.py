@@ -336,6 +336,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
+@functools.cache
 def stream_numbers(device: torch.device) -> Callable[[], int]:
     """What tells which stream of `device` a thread computes on: another number for each. It costs next to nothing."""
     if device.type == "cpu":

@@ -1,6 +1,7 @@
 """What autograd's graph keeps of a streamed unit: ways home for gradients and notes about weights, never a slab."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -8,11 +9,12 @@ from functools import cache
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
+from torch import nn
 
 from overspill.devices import backward_number
 from overspill.host_link import Departure, Landing
 from overspill.slab import Layout, Slab
-from overspill.tensors import is_dense, over
+from overspill.tensors import is_dense, over, storage_key
 
 # Gradients.
 #
@@ -146,13 +148,13 @@ class Version:
 
     __slots__ = ("_counter", "_expected", "shape")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, expected: int | None = None) -> None:
         self.shape = tensor.shape
         self._counter: torch.Tensor | None = None
         if not tensor.is_inference():  # those have no version, and cannot be edited
             self._counter = tensor.detach()
             self._counter.data = _nothing(tensor.device)
-            self._expected = tensor._version
+            self._expected = tensor._version if expected is None else expected
 
     def check(self) -> None:
         """Raise as autograd does if the tensor was edited."""
@@ -228,6 +230,11 @@ class SavedTensor:
         self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
 
+    @property
+    def storage(self) -> int:
+        """What is equal for those that share their memory."""
+        return storage_key(self._tensor)
+
     def values(self) -> torch.Tensor:
         """The tensor, if it is what it was."""
         tensor = self._tensor
@@ -240,6 +247,25 @@ class SavedTensor:
 
 
 _Hook = Callable[[Any], Any]
+
+
+class Recorder(ABC):
+    """Whose hooks see all that a block's operations save, and hold none of it longer than one backward needs the block.
+
+    Weights may be among it, then. That is quicker than notes: a block saves each of its weights, and short steps wait
+    for what is done for each.
+    """
+
+    @abstractmethod
+    def takes_weights(self, module: nn.Module, slabs: Sequence[Slab]) -> bool:
+        """Whether weights of `module`, which lie in `slabs`, can be saved as they are."""
+
+
+def recorder() -> Recorder | None:
+    """Whose hooks are called for what is saved now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
+    owner = getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, Recorder) else None
 
 
 def saving_weights_as_notes(parts: Sequence[tuple[Slab, Lender]]) -> AbstractContextManager[None]:

@@ -224,6 +224,11 @@ class HostParameter(HostTensor, nn.Parameter):
     __reduce_ex__ = HostTensor.__reduce_ex__  # not Parameter's
 
 
+def edits_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, which may be a home, was edited so far."""
+    return tensor._overspill_values.edits if isinstance(tensor, DiskTensor) else tensor._version
+
+
 def host_home(values: torch.Tensor, like: torch.Tensor) -> HostTensor:
     """A home over `values`, which must have a storage of its own, in the place of `like`. It needs a slot yet."""
     home: torch.Tensor = nn.Parameter(values, like.requires_grad) if isinstance(like, nn.Parameter) else values.detach()

@@ -9,7 +9,16 @@ from itertools import accumulate
 import torch
 
 from overspill.config import DEVICE_ALIGNMENT, MIB, align
-from overspill.devices import new_stream, on_stream, record_event, stream_waits, users_counter, without_autograd
+from overspill.devices import (
+    current_stream_waits,
+    new_stream,
+    on_stream,
+    record_event,
+    stream_numbers,
+    stream_waits,
+    users_counter,
+    without_autograd,
+)
 from overspill.slab import HostPool, Slab
 
 
@@ -32,24 +41,37 @@ ONE_BY_ONE = Pace(in_flight=0, departures=1)
 
 
 class Departure:
-    """Copies from a device to host memory. Holds what they copy until they have ended."""
+    """Copies from a device to host memory. Holds what they copy until they have ended, or whoever frees it must wait.
 
-    def __init__(self, sources: Collection[torch.Tensor], host: Slab, left: torch.Event | None) -> None:
+    `sent_from`: the number of the stream that computed it.
+    """
+
+    def __init__(self, sources: Collection[torch.Tensor], host: Slab, left: torch.Event | None, sent_from: int) -> None:
         self.nbytes = sum(source.nbytes for source in sources)
         self.host = host
         self.left = left  # on the stream of departures, behind the copies
+        self.sent_from = sent_from
+        self._has_ended = left is None
         self._sources: Collection[torch.Tensor] = sources
 
     def ended(self) -> bool:
         """Whether the copies have ended."""
-        if self._sources and (self.left is None or self.left.query()):
-            self._sources = ()
-        return not self._sources
+        if not self._has_ended and self.left is not None and self.left.query():
+            self._end()
+        return self._has_ended
 
     def wait(self) -> None:
         """Wait here until the copies have ended."""
-        if self.left is not None and self._sources:
+        if not self._has_ended and self.left is not None:
             self.left.synchronize()
+        self._end()
+
+    def _end(self) -> None:
+        self._has_ended = True
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hold nothing on the device: the stream that computed it waits for the copies, so whoever has it next does."""
         self._sources = ()
 
 
@@ -98,6 +120,7 @@ class HostLink:
         self.pace = USUAL
         self._departures, self._returns = new_stream(device), new_stream(device)
         self._under_way: deque[Departure] = deque()
+        self._stream = stream_numbers(device)
         self._lock = threading.Lock()
 
     def send(
@@ -105,7 +128,8 @@ class HostLink:
     ) -> tuple[Departure, list[torch.Tensor]]:
         """Start to copy dense tensors to host memory, once all that this thread has queued so far is computed.
 
-        Waits here while too much is under way: a host that runs ahead of its device would fill the device's memory.
+        While too much is under way, what this thread queues from now on waits: a host that runs ahead of its device
+        would fill the device's memory.
         Returns also the copies, which have their values once the departure has ended. They share one slab.
         """
         with self._lock, without_autograd():
@@ -126,7 +150,7 @@ class HostLink:
                 host.overwrite_after = []  # whatever follows on this stream is behind them
                 torch._foreach_copy_(copies, list(sources), non_blocking=True)  # laid out alike: the bytes as they are
             left = record_event(self.device, stream)
-            departure = Departure(sources, host, left)
+            departure = Departure(sources, host, left, self._stream())
             host.used_until(left)
             if left is not None:
                 self._under_way.append(departure)
@@ -153,7 +177,18 @@ class HostLink:
         self._forget_ended()
         pace, under_way = self.pace, self._under_way
         while len(under_way) >= pace.departures and sum(each.nbytes for each in under_way) + nbytes > pace.in_flight:
-            under_way.popleft().wait()
+            self._let_go(under_way.popleft())
+
+    def _let_go(self, departure: Departure) -> None:
+        """Have its memory for what this thread computes from now on, which waits for the copies.
+
+        The host goes on. It had waited here until the device was through with the forward, and was late from then on.
+        """
+        if departure.sent_from == self._stream():
+            current_stream_waits(self.device, departure.left)
+            departure.let_go()
+        else:
+            departure.wait()  # its memory goes back to another stream
 
     def bring_back(self, host: Slab, nbytes: int, left: torch.Event | None) -> tuple[torch.Tensor, torch.Event | None]:
         """The first bytes of `host`, which are there behind `left`, on the device; and what to wait for to use them.

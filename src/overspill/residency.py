@@ -42,6 +42,10 @@ class Use:
     units: list[StreamedUnit] = field(default_factory=list)
     running: bool = False
 
+    def slabs(self) -> list[Slab]:
+        """Where the units are."""
+        return [unit.slab for unit in self.units if unit.slab is not None]
+
 
 class Loan:
     """A unit's bytes, to be had again in the backward of one call of a root."""
@@ -105,6 +109,8 @@ class Residency:
         """Let the root's modules show tensors on the compute device. `release` must follow, also if this fails."""
         root, now = use.root, self._now()
         with self.lock:
+            if now is not None:
+                self._begin_backward()
             line = self._line()
             if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
                 self._pass += 1  # an optimizer may have been there

@@ -529,7 +529,9 @@ def test_checkpoints_that_share_a_parameter_are_exact_or_an_error(reentrant: boo
         host.zero_grad()
         loss = forward(ours, x)
         if reentrant:
-            with pytest.raises(StateError, match="use_reentrant=False"), host.overlap():
+            # Whichever is first to notice: we, or autograd, which needs the weight that was updated too soon.
+            either = pytest.raises(RuntimeError, match=r"use_reentrant=False|modified by an inplace operation")
+            with either, host.overlap():
                 loss.backward()
             return
         with host.overlap():

@@ -79,7 +79,7 @@ def _slabs_are_poisoned_when_they_are_passed_on(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, wait = host_link.Departure.ended, host_link.Departure.wait
+    ended, wait, let_go = host_link.Departure.ended, host_link.Departure.wait, host_link.Departure.let_go
 
     def letting_go(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def with_poison(self: Any) -> Any:
@@ -94,6 +94,7 @@ def _device_memory_is_poisoned_when_a_departure_lets_go_of_it(monkeypatch: pytes
 
     monkeypatch.setattr(host_link.Departure, "ended", letting_go(ended))
     monkeypatch.setattr(host_link.Departure, "wait", letting_go(wait))
+    monkeypatch.setattr(host_link.Departure, "let_go", letting_go(let_go))
 
 
 def test_each_copy_begins_where_it_is_made_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,13 @@ from torch import nn
 
 import overspill
 from overspill.devices import RandomState
-from training.loops import activations_of
+from overspill.graph import Replaying, Version, is_replaying, recorder
+from overspill.homes import DiskTensor
+from overspill.managed import managed
+from overspill.slab import Slab
+from overspill.training import recompute
+from overspill.training.recompute import Frame
+from training.loops import Net, activations_of, batches, loss_of
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -103,3 +109,192 @@ def test_random_numbers_are_drawn_again_and_then_go_on(device: str) -> None:
     with state.again():
         assert [draw(), draw()][1][0].equal(second[0])
         assert same(draw(), third), "what was drawn within did not count"
+
+
+# Edits of what was saved.
+
+
+class Leaving(nn.Module):
+    """A block that leaves something behind which it has saved."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(8, 8), way
+        self.left: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        saved = y.sigmoid()
+        if self.way == "its output":
+            self.left = saved
+        elif self.way == "a view of it":
+            self.left = saved = saved.flatten()
+        elif self.way == "what it is a view of":
+            self.left, saved = y, y.t().sin()
+        elif self.way == "edited in the call":
+            result = saved.flatten().sum()
+            saved.detach().add_(1)
+            return result
+        return saved
+
+
+@pytest.mark.parametrize("way", ["its output", "a view of it", "what it is a view of", "edited in the call"])
+def test_an_edit_of_what_was_saved_is_found_out(device: str, way: str) -> None:
+    def train(model: nn.Sequential) -> None:
+        output = model(torch.ones(4, 8, device=device))
+        left = model[0].left
+        if left is not None:
+            left.detach().add_(1)
+        output.sum().backward()
+
+    for offloads in (False, True):
+        model = nn.Sequential(Leaving(way), nn.Identity()).to(device)
+        if offloads:
+            overspill.offload_training(model, layers=["0"], recompute=True, weights=True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            train(model)
+
+
+def test_what_does_not_outlive_its_call_is_not_watched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, saved = list[Version](), list[int]()
+
+    class Counted(Version):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            watched.append(self)
+
+    end = Frame.end
+
+    def counting(frame: Frame) -> None:
+        saved.append(len(frame._places))
+        end(frame)
+
+    monkeypatch.setattr(Frame, "end", counting)
+    model = Net().to(device)
+    overspill.offload_training(model, recompute=True, activations=False, weights=True)
+    monkeypatch.setattr(recompute, "Version", Counted)
+    loss_of(model, next(batches(1, device))).backward()
+    assert len(saved) == 5
+    assert 0 < len(watched) < sum(saved) / 3
+
+
+def test_an_edit_of_a_weight_on_disk_is_found_out(device: str) -> None:
+    model = Net().to(device)
+    for weight in model.blocks.parameters():
+        weight.requires_grad_(False)
+    overspill.offload_training(model, recompute=True, activations=False, weights="disk")
+    weight = model.blocks[2].out.weight
+    assert isinstance(weight, DiskTensor)
+    loss = loss_of(model, next(batches(1, device)))
+    weight.data = torch.zeros(weight.shape)
+    with pytest.raises(RuntimeError, match=r"a weight of blocks\.2.* was edited"):
+        loss.backward()
+
+
+# Streamed weights are saved as all else is.
+
+
+def test_weights_of_a_blocks_parts_are_fetched_one_after_the_other(device: str) -> None:
+    model, taken = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)).to(device), []
+
+    def ask(*_: Any) -> None:
+        records = recorder()
+        assert records is not None
+        taken.append([records.takes_weights(module, []) for module in (model[0], model[0][1], model)])
+
+    model[0][1].register_forward_pre_hook(ask)
+    overspill.offload_training(model, layers=["0"], recompute=True)
+    model(torch.ones(2, 8, device=device)).sum().backward()
+    assert taken == [[True, False, False]] * 2, "in the forward, and in the replay"
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_the_weights_of_replayed_blocks_stay_in_the_window(
+    device: str, retained: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loss = loss_of(model, next(batches(1, device)))
+        for _ in range(2 if retained else 1):
+            loss.backward(retain_graph=retained)
+        return [each.grad.to(device, copy=True) for each in model.parameters() if each.grad is not None]
+
+    models = [Net(8, dropout=0.0).to(device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    overspill.offload_training(models[1], recompute=True, activations=False, weights=True)
+    manager = managed(models[1])
+    assert manager is not None
+    plain, ours = (gradients(model) for model in models)
+    assert all(map(torch.equal, ours, plain))
+    assert manager.counts.moved["cpu"] > sum(each.nbytes for each in models[1].blocks.parameters())
+    assert not [record for record in caplog.records if "outside" in record.getMessage()]
+
+
+def test_what_was_replayed_on_another_stream_is_waited_for_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, lent = list[object](), set[int]()
+    numbers = {"replay": 1, "backward": 1}
+
+    def number() -> int:
+        return numbers["replay" if is_replaying() else "backward"]
+
+    monkeypatch.setattr(recompute, "stream_numbers", lambda device: number)
+    monkeypatch.setattr(recompute, "current_stream_waits", lambda device, event: waits.append(event))
+    monkeypatch.setattr(Slab, "lend_on", lambda slab, number: lent.add(number))
+    monkeypatch.setattr(Frame, "_replay", _within(Replaying, Frame._replay))
+    model = Net().to(device)
+    overspill.offload_training(model, recompute=True, activations=False, weights=True)
+    batch = next(batches(1, device))
+    loss_of(model, batch).backward()
+    assert not waits
+    numbers["backward"] = 2
+    lent.clear()
+    loss_of(model, batch).backward()
+    assert waits
+    assert 2 in lent, "whoever has the slab next must wait for that stream as well"
+
+
+def _within(context: Callable[[], Any], call: Callable[[Any], None]) -> Callable[[Any], None]:
+    def calls(frame: Any) -> None:
+        with context():
+            call(frame)
+
+    return calls
+
+
+class TwoStreams(nn.Module):
+    """A block that computes half of what it does on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        x.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(2_000_000)
+            y = self.there(x).tanh()
+        z = self.here(x).sigmoid()
+        current.wait_stream(self.stream)
+        y.record_stream(current)
+        return x + y * z
+
+
+@pytest.mark.gpu
+def test_blocks_may_compute_on_several_streams() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(TwoStreams() for _ in range(8))).cuda()
+    ours = nn.Sequential(*(TwoStreams() for _ in range(8))).cuda()
+    ours.load_state_dict(plain.state_dict())
+    overspill.offload_training(ours, recompute=True, activations=False, weights=True)
+    for _ in range(4):
+        x = torch.randn(64, 256, device="cuda")
+        for model in (plain, ours):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(mine.grad.cuda(), theirs.grad)

@@ -4,12 +4,13 @@ Note: how a block is replayed. In forward, everything that an operation saves is
 saving. When backward asks for the first of them, the block is called again on its inputs, with the same random numbers
 and the same autocast. What it saves now, in the same order, goes to the places that autograd still holds, and as soon
 as the last one is filled the replay ends, wherever it is. The graph is the forward's own throughout, so `retain_graph`,
-double backward and hooks need nothing special.
+double backward and hooks need nothing special. Streamed weights have places as all else has. What fills those keeps the
+window's memory, so it goes when the next block is replayed, at the latest.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -17,10 +18,22 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from overspill.devices import RandomState, at_end_of_backward, backward_number, running_backward
+from overspill.devices import (
+    RandomState,
+    at_end_of_backward,
+    backward_number,
+    current_stream,
+    current_stream_waits,
+    record_event,
+    running_backward,
+    stream_numbers,
+)
 from overspill.errors import StateError
-from overspill.graph import Replaying, SavedTensor, Version, refuse_edited
+from overspill.graph import Recorder, Replaying, SavedTensor, Version, refuse_edited
+from overspill.homes import edits_of
 from overspill.movement import taken_apart
+from overspill.slab import Slab
+from overspill.tensors import storage_key
 from overspill.training.attention import GiveAttention, KeepAttention
 from overspill.units import modules_below
 
@@ -39,15 +52,43 @@ class _EnoughError(BaseException):
     """All that backward needs has been computed: no error, and for nobody but us to catch."""
 
 
-class _Place(Version):
+class _Place:
     """One saved tensor of a block: empty until backward needs it."""
 
-    __slots__ = ("__weakref__", "dtype", "filled")
+    __slots__ = ("__weakref__", "_expected", "_held", "_version", "dtype", "filled", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.dtype = tensor.dtype
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.filled: SavedTensor | None = None
+        self._version: Version | None = None
+        self._held: torch.Tensor | None = None
+        if not tensor.is_inference():
+            # Whoever has a view of a tensor has its base as well, and the two share their version.
+            base = tensor._base if tensor._is_view() else None
+            self._held = tensor if base is None else base
+            self._expected = tensor._version
+
+    def let_go(self) -> Callable[[], torch.Tensor | None]:
+        """The call has ended: hold the tensor no longer. Returns what has it if somebody else does.
+
+        It is held that long so that an edit in the call is seen. That takes no more memory than a replay will.
+        """
+        held, self._held = self._held, None
+        if held is None:
+            return _nothing
+        if held._version != self._expected:
+            self.watch(held)
+        return weakref.ref(held)
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Know of edits from now on."""
+        self._version = Version(tensor, self._expected)
+        self._version.shape = self.shape  # of what was saved, which may be a view of it
+
+    def check(self) -> None:
+        """Raise as autograd does if the tensor was edited."""
+        if self._version is not None:
+            self._version.check()
 
 
 class _Input:
@@ -67,7 +108,7 @@ class _Input:
         return values.requires_grad_() if self._requires_grad else values
 
 
-class Frame:
+class Frame(Recorder):
     """One call of a block, to be replayed."""
 
     def __init__(
@@ -81,17 +122,21 @@ class Frame:
         *,
         keeps_attention: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
-        self._name, self._module, self._keep = name, module, keep
+        self._name, self._module, self._keep, self._device = name, module, keep, device
         leaves: list[Any] = []
         self._rebuild = taken_apart((args, kwargs), leaves)
         self._inputs = {id(leaf): _Input(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
-        self._weights = _versions(module)
+        self._weights = _edits(module)
         self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
         self._places: list[weakref.ref[_Place]] = []
+        self._slabs: list[weakref.ref[Slab]] = []  # with the weights that it computes with
+        self._streamed: frozenset[int] = frozenset()  # their storages
+        self._stream = stream_numbers(device)
+        self._replayed_on = 0  # the number of a stream
         self._filled_for: int | None = None
         self._asked = 0  # how many of the places, since they were filled
         self._half = 0  # of them
@@ -112,20 +157,36 @@ class Frame:
         if self._random is not None and not self._random.has_passed():
             self._random = None  # to go back and forth takes time, and a replay is what short steps wait for
         self._half = max(len(self._places) // 2, 1)
+        self._watch_what_is_left()
         # Last, since backward needs them first: what is put aside comes back in the opposite order. A block that saved
         # nothing needs no inputs either.
         for each in self._inputs.values() if self._places else ():
             each.put_aside(self._keep)
+
+    def _watch_what_is_left(self) -> None:
+        """Know of edits of what outlives the call: hardly any of it, and to watch all is what short steps wait for."""
+        for place, left in [(place, place.let_go()) for place in self._left()]:
+            tensor = left()
+            if tensor is not None:
+                place.watch(tensor)
 
     @property
     def kept_attention(self) -> bool:
         """Whether there was any worth keeping."""
         return self._attention is not None and bool(self._attention.results)
 
+    def takes_weights(self, module: nn.Module, slabs: Sequence[Slab]) -> bool:
+        # Not those of its parts: a replay needs one after the other, and the window has room for a few.
+        if module is not self._module:
+            return False
+        self._slabs = [weakref.ref(slab) for slab in slabs]
+        self._streamed = frozenset(storage_key(slab.memory) for slab in slabs)
+        return True
+
     def _pack(self, tensor: torch.Tensor) -> _Place:
         place = _Place(tensor)
         self._places.append(weakref.ref(place))
-        if self.on_save is not None:
+        if self.on_save is not None and storage_key(tensor) not in self._streamed:
             self.on_save(tensor)
         return place
 
@@ -134,15 +195,28 @@ class Frame:
         filled = place.filled
         if filled is None or backward_number() != self._filled_for:
             filled = self._fill(place)
+        if self._stream() != self._replayed_on:
+            self._follow_here()
         self._asked += 1
         if self._asked == self._half:
             # Not before: what takes most memory, in most blocks the end of them, is through by now.
             self._keep.bring_next()
         return filled.values()
 
+    def _follow_here(self) -> None:
+        """Have the current stream, which is not the replay's, use what was replayed: behind that, and in front of
+        whoever has the slabs next.
+        """
+        current_stream_waits(self._device, record_event(self._device, self._replay_stream))
+        for reference in self._slabs:
+            slab = reference()
+            if slab is not None:
+                slab.lend_on(self._stream())
+
     def _fill(self, place: _Place) -> SavedTensor:
         """Fill all places, unless another thread of this backward has done so meanwhile."""
         backward = running_backward()
+        self._follow_last_replay()
         with self._lock:
             if place.filled is not None and backward is not None and backward == self._filled_for:
                 return place.filled
@@ -158,24 +232,41 @@ class Frame:
             assert place.filled is not None
             return place.filled
 
+    def _follow_last_replay(self) -> None:
+        """Where a graph is retained, the block that this thread replayed last would keep its weights."""
+        last = getattr(_thread, "replayed", _no_frame)()
+        if last is not None and last is not self:
+            last.let_go_of_weights()
+        _thread.replayed = weakref.ref(self)
+
+    def let_go_of_weights(self) -> None:
+        """Keep no memory of a window. Whoever asks for a weight again has the block replayed."""
+        with self._lock:
+            for place in self._left():
+                if place.filled is not None and place.filled.storage in self._streamed:
+                    place.filled = None
+
     def empty(self) -> None:
         """Let go of all that was replayed."""
         self._filled_for = None
-        for reference in self._places:
-            place = reference()
-            if place is not None:
-                place.filled = None
+        for place in self._left():
+            place.filled = None
+
+    def _left(self) -> Iterator[_Place]:
+        """The places that a graph still has."""
+        return (place for reference in self._places if (place := reference()) is not None)
 
     # The second time.
 
     def _replay(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            edited = any(parameter._version != version for parameter, version in self._weights)
+            edited = any(edits_of(weight) != edits for weight, edits in self._weights)
         if edited:
             refuse_edited(f"a weight of {self._name}, which is to be recomputed, was edited since its forward")
         leaves = (leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves)
         args, kwargs = self._rebuild(leaves)
-        filling = _Filling(self._places, self._refuse_difference)
+        filling = _Filling(self, self._places)
+        self._replayed_on, self._replay_stream = self._stream(), current_stream(self._device)
         try:
             with Replaying(), torch.enable_grad(), ExitStack() as stack:
                 if self._random is not None:
@@ -188,9 +279,10 @@ class Frame:
         except _EnoughError:
             pass
         if not filling.is_done:
-            self._refuse_difference()
+            self.refuse_difference()
 
-    def _refuse_difference(self) -> NoReturn:
+    def refuse_difference(self) -> NoReturn:
+        """It did something else the second time."""
         raise StateError(
             f"{self._name} saved other tensors when it was recomputed than in its forward, so its gradients cannot be "
             "computed. Its forward must do the same twice: pass use_cache=False to a model that fills a cache, or name "
@@ -198,11 +290,18 @@ class Frame:
         )
 
 
-def _versions(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Each parameter below `module`, and its version. One that is there twice is here twice."""
+_thread = threading.local()
+
+
+def _no_frame() -> None:
+    """This thread has replayed nothing yet."""
+
+
+def _edits(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Each parameter below `module`, and how often it was edited. One that is there twice is here twice."""
     with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
         return [
-            (weight, weight._version)
+            (weight, edits_of(weight))
             for each in modules_below(module)
             for weight in each._parameters.values()
             if weight is not None
@@ -219,12 +318,15 @@ def _nothing() -> None:
     """Nobody watches."""
 
 
-class _Filling:
+class _Filling(Recorder):
     """A replay's saved tensors on their way to their places."""
 
-    def __init__(self, places: list["weakref.ref[_Place]"], refuse: Callable[[], NoReturn]) -> None:
-        self._places, self._refuse = iter(places), refuse
+    def __init__(self, frame: Frame, places: list["weakref.ref[_Place]"]) -> None:
+        self._frame, self._places = frame, iter(places)
         self._left = len(places)
+
+    def takes_weights(self, module: nn.Module, slabs: Sequence[Slab]) -> bool:
+        return self._frame.takes_weights(module, slabs)
 
     @property
     def is_done(self) -> bool:
@@ -236,7 +338,7 @@ class _Filling:
         place = None if reference is None else reference()
         if place is not None:
             if place.shape != tensor.shape or place.dtype != tensor.dtype:
-                self._refuse()
+                self._frame.refuse_difference()
             place.filled = saved
         self._left -= 1
         if self._left <= 0:
