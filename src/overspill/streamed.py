@@ -286,11 +286,12 @@ class StreamedUnit:
             trained = [index for index, home in enumerate(homes) if home.requires_grad]
         lives = [self._live[index].detach() for index in trained]
         onloaded = onload([homes[index] for index in trained], lives, self._landing_of, together)
-        for index, live in zip(trained, onloaded, strict=True):
+        for live in onloaded:
             live.__class__ = LiveResult
-            self._results[index] = cast(LiveResult, live)
+        shown = self._results = dict(zip(trained, cast(list[LiveResult], onloaded), strict=True))
+        if len(shown) == len(homes):
+            return onloaded
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            shown = self._results
             return [shown[index] if index in shown else self._shown_as_its_home(index) for index in range(len(homes))]
 
     def _landing_of(self, first: int) -> Landing:

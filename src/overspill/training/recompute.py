@@ -64,7 +64,7 @@ class _Place:
         self._held: torch.Tensor | None = None
         if not tensor.is_inference():
             # Whoever has a view of a tensor has its base as well, and the two share their version.
-            base = tensor._base if tensor._is_view() else None
+            base = tensor._base
             self._held = tensor if base is None else base
             self._expected = tensor._version
 
