@@ -71,7 +71,7 @@ class Departure:
         self.let_go()
 
     def let_go(self) -> None:
-        """Hold nothing on the device: the stream that computed it waits for the copies, so whoever has it next does."""
+        """Hold nothing on the device: somebody else does, or the stream that computed it waits for the copies."""
         self._sources = ()
 
 

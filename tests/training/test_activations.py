@@ -49,6 +49,15 @@ VIEWS = {
 }
 
 
+def test_what_is_on_its_way_is_held_once(device: str) -> None:
+    activations = Activations(torch.device(device), Limits(small=0, held=1 << 20, ahead=0))
+    packed = activations.pack(computed((64,), device))
+    assert isinstance(packed, Saved)
+    assert packed.stored._held is not None
+    assert packed.stored._departure is not None
+    assert not packed.stored._departure._sources, "what nobody needs any more would stay until the link is asked again"
+
+
 @pytest.mark.parametrize("view", list(VIEWS))
 def test_every_kind_of_view_comes_back_as_it_was(view: str, device: str, activations: Activations) -> None:
     tensor = VIEWS[view](computed((4, 6), device))
@@ -279,7 +288,7 @@ def test_what_belongs_to_another_block_comes_back_when_it_is_asked_for_and_not_b
     for place in (5, 4):
         activations.unpack(packed[place], back_to=packed[4].place)
         assert [each.stored.on_device() for each in packed[:4]] == [False] * 4
-    activations.bring_back_before(packed[4].place, 2 * one)
+    activations.bring_back_before(packed[4].place, 2 * one, 0)
     assert [each.stored.on_device() for each in packed[:4]] == [False, False, True, True]
 
 

@@ -24,9 +24,11 @@ from overspill.host_link import USUAL, HostLink
 from overspill.managed import managed
 from overspill.residency import Residency
 from overspill.training.activations import Activations, Limits
+from overspill.training.blocks import set_modes
 from overspill.training.choosing import Choice, StepCost, choose
 from overspill.training.modes import Mode
 from overspill.training.recompute import Frame
+from overspill.training.stored import Saved, _unfinished
 from overspill.unnamed_file import UnnamedFile
 from support import streamed_units, window_bytes_in_use
 from training.loops import (
@@ -259,6 +261,66 @@ def test_what_a_replay_needs_is_there_when_it_begins_and_no_sooner_than_half_a_b
     for _, behind in replays[:-1]:
         first = behind.index("b")
         assert first >= behind.count(".") // 3, "most of its block's memory is still needed"
+
+
+@pytest.mark.parametrize("modes", ["ORORO", "OORBK", "BRBOR", "OKROB"])
+def test_what_blocks_before_it_have_sent_is_not_on_the_device_while_a_block_is_replayed(
+    device: str, modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"K": Mode.KEEP, "O": Mode.OFFLOAD, "R": Mode.RECOMPUTE, "B": Mode.RECOMPUTE_OFFLOAD}
+    reference, model = pair(lambda: WithoutMask(5), device)
+    overspill.offload_training(model, layers=[f"blocks.{index}" for index in range(5)], recompute=True)
+    manager = managed(model)
+    assert manager is not None
+    assert manager.training is not None
+    set_modes(manager.training.blocks, [names[mode] for mode in modes])  # type: ignore[attr-defined]
+    activations, replay, there = activations_of(model), Frame._replay, list[tuple[str, int]]()
+
+    def looking(self: Frame) -> None:
+        replay(self)
+        own = {id(packed.stored) for packed in (_packed(each) for each in self._inputs.values()) if packed is not None}
+        alive = [stored for reference in activations._order if (stored := reference()) is not None]
+        brought = [stored for stored in alive if stored._comes and id(stored) not in own]
+        there.append((self._name, len(brought)))
+
+    monkeypatch.setattr(Frame, "_replay", looking)
+    assert_same(train(model, device, steps=2), train(reference, device, steps=2))
+    assert len(there) == 2 * sum(mode in "RB" for mode in modes)
+    assert not [name for name, brought in there if brought], "none of it is needed before this block is through"
+    assert activations.nbytes_sent > 0
+
+
+class WithoutMask(Net):
+    """Its blocks share nothing: what one has back stays there while others need it too."""
+
+    def call(self, block: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = block(x)
+        return output
+
+
+def _packed(given: Any) -> Saved | None:
+    """What an input of a frame was packed as, if it has left."""
+    cells = [cell.cell_contents for cell in getattr(given._kept, "__closure__", None) or ()]
+    return next((each for each in cells if isinstance(each, Saved)), None)
+
+
+def test_a_replay_finds_no_memory_held_for_copies_that_nobody_needs(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net().to(device)
+    overspill.offload_training(model, activations=False, weights=True, recompute=True)
+    loss = loss_of(model, next(batches(1, device)))
+    waited = list[bool]()
+    _unfinished.append((lambda: waited.append(True), torch.empty(1, device=device)))
+    replay = Frame._replay
+
+    def looking(self: Frame) -> None:
+        replay(self)
+        assert not _unfinished
+
+    monkeypatch.setattr(Frame, "_replay", looking)
+    loss.backward()
+    assert waited == [True]
 
 
 def test_a_replay_that_draws_nothing_leaves_random_numbers_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -155,6 +156,7 @@ class Activations:
         self._known: weakref.WeakValueDictionary[tuple[int, int, int], Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []  # of saving
         self._gone = 0  # places in front of those
+        self._run_began = 0  # the place that the first of some blocks in a row began with
         self._held = _Held()
         self._ahead = _Ahead()
         self._lock = threading.RLock()
@@ -183,6 +185,17 @@ class Activations:
         return sum(link.pool.free_bytes() for link in self._links.values())
 
     # Forward.
+
+    def begin_call(self, *, goes_on: bool) -> int:
+        """A block is called, the next that sends what it saves: right behind another such block if it `goes_on`.
+
+        Returns the place in the order of saving that the first of these blocks began with. What was saved before that
+        is not needed before some other block has been gone through, which may take all the memory there is.
+        """
+        with self._lock:
+            if not goes_on:
+                self._run_began = self._gone + len(self._order)
+            return self._run_began
 
     def pack(self, tensor: torch.Tensor, stays: Collection[int] = (), *, waiting: int = 1) -> Packed:
         """Send a tensor away, or keep it if it is not worth it or its storage is in `stays`.
@@ -261,10 +274,10 @@ class Activations:
             self._bring_back(packed.place, back_to, self.limits.ahead)
             return values
 
-    def bring_back_before(self, place: int, room: int) -> None:
-        """Backward will soon need what was saved before `place`: `room` bytes of it, or a tensor."""
+    def bring_back_before(self, place: int, room: int, back_to: int) -> None:
+        """Backward will soon need what was saved before `place`: `room` bytes of it, or a tensor, down to `back_to`."""
         with self._lock:
-            self._bring_back(place, 0, room)
+            self._bring_back(place, back_to, room)
 
     def _bring_back(self, before: int, back_to: int, room: int) -> None:
         """What backward will need next, as far as there is room: one tensor at least, unless there is none."""
@@ -282,9 +295,13 @@ class Activations:
             ahead.down_to = place
 
     @contextmanager
-    def saving(self, stays: Collection[int] = ()) -> Iterator[None]:
-        """Within, what operations save is sent away, but for storages in `stays`."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, stays), self.unpack):
+    def saving(self, stays: Collection[int] = (), back_to: int = 0) -> Iterator[None]:
+        """Within, what operations save is sent away, but for storages in `stays`.
+
+        `back_to`: the place down to which backward brings back ahead what was saved before.
+        """
+        unpack = partial(self.unpack, back_to=back_to)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, stays), unpack):
             yield
 
 

@@ -4,6 +4,7 @@ import difflib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from overspill.training.activations import Activations
 from overspill.training.host_room import HostRoom
 from overspill.training.modes import Mode
 from overspill.training.recompute import Frame, Keeper
-from overspill.training.stored import Saved
+from overspill.training.stored import Saved, end_unfinished
 from overspill.training.watching import Watch
 from overspill.units import cut, is_below
 
@@ -79,8 +80,10 @@ def set_modes(blocks: Sequence["Block"], modes: Sequence[Mode]) -> None:
     """Have each block looked after in its mode."""
     # What one saves that is recomputed is little, and is needed first in backward.
     last = max((index for index, mode in enumerate(modes) if mode is Mode.OFFLOAD), default=-1)
+    before = Mode.KEEP
     for index, (block, mode) in enumerate(zip(blocks, modes, strict=True)):
         block.mode, block.ends_forward = mode, index == last
+        block.follows_one_that_left, before = before.leaves, mode
 
 
 class Block:
@@ -91,6 +94,7 @@ class Block:
         self.activations, self.room = activations, room
         self.watch: Watch | None = None  # while a step is being measured
         self.ends_forward = False  # no block behind it sends all that it saves
+        self.follows_one_that_left = False
         self._without_attention = -1  # bytes of the largest inputs with which no attention was worth keeping
         self._warned = False
 
@@ -145,24 +149,32 @@ class Block:
 
     def keeper(self, weights: frozenset[int]) -> Keeper:
         """Whoever keeps its inputs until it is recomputed."""
-        return _Here() if self.mode is Mode.RECOMPUTE else _Away(self.activations, weights)
+        if self.mode is Mode.RECOMPUTE:
+            return _Here()
+        return _Away(self.activations, weights, self.activations.begin_call(goes_on=self.follows_one_that_left))
 
 
 class _Here:
     """What a recomputed block needs stays where it is."""
 
     def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return SavedTensor(tensor).values
+        return partial(_once_all_is_through, SavedTensor(tensor))
 
     def bring_next(self) -> None:
         """It is there."""
 
 
+def _once_all_is_through(saved: SavedTensor) -> torch.Tensor:
+    """A replay begins: blocks behind it have no memory any more, be it for copies that nobody needs."""
+    end_unfinished()
+    return saved.values()
+
+
 class _Away:
     """What a recomputed block needs is in host memory until backward has come half-way through the block behind it."""
 
-    def __init__(self, activations: Activations, weights: frozenset[int]) -> None:
-        self._activations, self._weights = activations, weights
+    def __init__(self, activations: Activations, weights: frozenset[int], back_to: int) -> None:
+        self._activations, self._weights, self._back_to = activations, weights, back_to
         self._first: int | None = None  # place of what was put aside first, in the order of saving
         self._nbytes = 0
 
@@ -177,7 +189,7 @@ class _Away:
 
     def bring_next(self) -> None:
         if self._first is not None:
-            self._activations.bring_back_before(self._first, self._nbytes)
+            self._activations.bring_back_before(self._first, self._nbytes, self._back_to)
 
 
 class BlockScope:
@@ -207,7 +219,8 @@ class BlockScope:
             for context in frame.recording():
                 self._stack.enter_context(context)
         else:
-            self._stack.enter_context(block.activations.saving(weights))
+            back_to = block.activations.begin_call(goes_on=block.follows_one_that_left)
+            self._stack.enter_context(block.activations.saving(weights, back_to))
         return args, kwargs
 
     def leave(self, output: Any) -> Any:

@@ -13,7 +13,6 @@ operations need for a moment) is the same for every choice, and is known from th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations_with_replacement, pairwise
-from operator import or_
 
 from overspill.config import format_size
 from overspill.errors import BudgetError
@@ -134,10 +133,9 @@ class StepCost:
     def _height(self, modes: Sequence[Mode]) -> int:
         before = list(accumulate(self._kept(modes), initial=0))
         behind = list(accumulate((block.gradients for block in reversed(self.blocks)), initial=0))[-2::-1]
-        left = list(accumulate((mode.leaves for mode in modes), or_, initial=False))
         last = max((index for index, mode in enumerate(modes) if mode.leaves), default=len(modes))
         heights = [
-            before[index] + behind[index] + self._working(block, mode) + self._brought(block, mode) * left[index]
+            before[index] + behind[index] + self._working(block, mode)
             for index, (block, mode) in enumerate(zip(self.blocks, modes, strict=True))
         ]
         held = self._held(modes)
@@ -148,11 +146,6 @@ class StepCost:
         pairs = zip(self.blocks, modes, strict=True)
         saved = max((block.saved for block, mode in pairs if mode is Mode.OFFLOAD), default=0)
         return max(min(self.slabs, saved), self.held if Mode.RECOMPUTE_OFFLOAD in modes else 0)
-
-    @staticmethod
-    def _brought(block: BlockCost, mode: Mode) -> int:
-        """What comes back during a block's backward for one before it, if anything has left before."""
-        return block.moves(mode) if mode is Mode.RECOMPUTE_OFFLOAD else 0
 
     def _working(self, block: BlockCost, mode: Mode) -> int:
         """What a block's own backward needs of its saved tensors.

@@ -34,6 +34,7 @@ class Stored:
         self._served: int | None = None  # the backward in which all of them were
         self._link = link
         self._departure: Departure | None = link.send([held])[0]
+        self._departure.let_go()  # it is ours to hold
         self._held = held
         self._spilled = None if file is None else file.put(self._departure, link.pool)
 
