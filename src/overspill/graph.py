@@ -14,7 +14,7 @@ from torch import nn
 from overspill.devices import backward_number
 from overspill.host_link import Departure, Landing
 from overspill.slab import Layout, Slab
-from overspill.tensors import is_dense, over, storage_key
+from overspill.tensors import is_dense, over
 
 # Gradients.
 #
@@ -160,10 +160,7 @@ class Version:
         """Raise as autograd does if the tensor was edited."""
         counter = self._counter
         if counter is not None and counter._version != self._expected:
-            refuse_edited(
-                f"a tensor of shape {list(self.shape)} is at version {counter._version}; "
-                f"expected version {self._expected} instead"
-            )
+            refuse_other_version(self.shape, counter._version, self._expected)
 
 
 @cache
@@ -178,6 +175,11 @@ def refuse_edited(what: str) -> NoReturn:
     raise RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}"
     )
+
+
+def refuse_other_version(shape: Sequence[int], version: int, expected: int) -> NoReturn:
+    """The same, of a tensor whose versions are known."""
+    refuse_edited(f"a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead")
 
 
 # What is saved.
@@ -230,19 +232,11 @@ class SavedTensor:
         self._tensor = tensor.detach()
         self._version = None if tensor.is_inference() else tensor._version
 
-    @property
-    def storage(self) -> int:
-        """What is equal for those that share their memory."""
-        return storage_key(self._tensor)
-
     def values(self) -> torch.Tensor:
         """The tensor, if it is what it was."""
         tensor = self._tensor
         if self._version is not None and tensor._version != self._version:
-            refuse_edited(
-                f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; "
-                f"expected version {self._version} instead"
-            )
+            refuse_other_version(tensor.shape, tensor._version, self._version)
         return tensor
 
 

@@ -183,15 +183,22 @@ class HostSlot:
         self._users = users_counter(self._storage)
         self._unshared = self._users()  # nobody outside holds an alias yet
 
-    def shared(self) -> bool:
-        """Whether an alias is alive somewhere: it may be written through at any time, unseen."""
-        return self._users() > self._unshared
-
     def stamp(self, home: torch.Tensor) -> object:
         """Equal to an earlier stamp only if nobody can have changed the values since."""
-        if self._users() > self._unshared or home.data_ptr() != self._address:
-            return object()
-        return self.uses, home._version
+        return stamps((self,), (home,))[0]
+
+
+def stamps(slots: Iterable[HostSlot], homes: Iterable[torch.Tensor]) -> list[object]:
+    """The stamps of some host homes, or of their plain values. Asked for several times a call, so in one go."""
+    return [
+        (slot.uses, home._version) if slot._users() <= slot._unshared and home.data_ptr() == slot._address else object()
+        for slot, home in zip(slots, homes, strict=True)
+    ]
+
+
+def any_shared(slots: Iterable[HostSlot]) -> bool:
+    """Whether an alias of a home is alive somewhere: it may be written through at any time, unseen."""
+    return any(slot._users() > slot._unshared for slot in slots)
 
 
 class HostTensor(_Home, torch.Tensor):
@@ -224,9 +231,12 @@ class HostParameter(HostTensor, nn.Parameter):
     __reduce_ex__ = HostTensor.__reduce_ex__  # not Parameter's
 
 
-def edits_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, which may be a home, was edited so far."""
-    return tensor._overspill_values.edits if isinstance(tensor, DiskTensor) else tensor._version
+def edits_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each of some tensors, which may be homes, was edited so far."""
+    with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
+        return [
+            tensor._overspill_values.edits if isinstance(tensor, DiskTensor) else tensor._version for tensor in tensors
+        ]
 
 
 def host_home(values: torch.Tensor, like: torch.Tensor) -> HostTensor:

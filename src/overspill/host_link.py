@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -85,6 +85,7 @@ class Landing:
     def __init__(self, link: "HostLink") -> None:
         self.link = link
         self._laid_out: tuple[Slab, list[torch.Tensor]] | None = None
+        self._layouts: list[_Layout] = []
         self._users: Callable[[], int] = lambda: 0
         self._unshared = 0
 
@@ -92,20 +93,23 @@ class Landing:
         """The memory of the last time, if it is free and what lay there was laid out as these are."""
         if self._laid_out is None or self._users() != self._unshared:
             return None
-        copies = self._laid_out[1]
-        alike = len(copies) == len(sources) and all(map(_laid_out_alike, copies, sources))
-        return self._laid_out if alike else None
+        return self._laid_out if _layouts(sources) == self._layouts else None
 
     def remember(self, laid_out: tuple[Slab, list[torch.Tensor]]) -> None:
         """Have it for the next time, unless somebody has what is here: that will be free in its turn."""
         if self._laid_out is None or self._users() == self._unshared:
             self._laid_out = laid_out
+            self._layouts = _layouts(laid_out[1])
             self._users = users_counter(laid_out[0].memory.untyped_storage())
             self._unshared = self._users()
 
 
-def _laid_out_alike(copy: torch.Tensor, source: torch.Tensor) -> bool:
-    return copy.shape == source.shape and copy.dtype == source.dtype and copy.stride() == source.stride()
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def _layouts(tensors: Iterable[torch.Tensor]) -> list[_Layout]:
+    """What is equal for those that are laid out alike."""
+    return [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
 
 
 class HostLink:

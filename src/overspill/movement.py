@@ -68,8 +68,28 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def to_device(value: Any, device: torch.device, skip: Collection[str] = ()) -> Any:
-    """`value` with its tensors on `device`."""
+    """`value` with its tensors on `device`; the very same object if they are there."""
+    if _is_all_on(device, value):  # as nearly always, and short steps wait for the long way
+        return value
     return map_tensors(value, lambda tensor: tensor if tensor.device == device else tensor.to(device), skip)
+
+
+def _is_all_on(device: torch.device, value: Any) -> bool:
+    """Whether the tensors in `value` are on `device`. False where it has containers that are not of the usual kinds."""
+    waiting = [value]
+    for item in waiting:
+        if isinstance(item, torch.Tensor):
+            if item.device != device:
+                return False
+        elif item is None or type(item) in _NO_TENSORS:
+            continue
+        elif type(item) is tuple or type(item) is list:
+            waiting.extend(item)
+        elif type(item) is dict:
+            waiting.extend(item.values())
+        else:
+            return False
+    return True
 
 
 def taken_apart(value: Any, leaves: list[Any]) -> Callable[[Iterator[Any]], Any]:

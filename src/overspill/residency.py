@@ -282,6 +282,8 @@ class Residency:
             self._start(unit, unit.slab, DEMANDED)
 
     def _hold_or_leave_mapped(self, unit: StreamedUnit, *, may_map: bool) -> None:
+        if not unit.store.reads_disk:
+            return
         if may_map:
             self._hold_mapped(unit)
         else:

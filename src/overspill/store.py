@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.reader import FileReader, RangeReader
 from overspill.devices import ALONE_ON_ITS_PAGES, CPU, HostPages, PinnedRanges, host_bytes, touch
-from overspill.homes import DiskValues, HostSlot, HostTensor, disk_home, host_home
+from overspill.homes import DiskValues, HostSlot, HostTensor, any_shared, disk_home, host_home, stamps
 from overspill.mapping import MappedSlab, Mapping
 from overspill.rehoming import turn_into_disk_home, turn_into_host_home
 from overspill.slab import Layout, Slab
@@ -171,7 +171,7 @@ class HostStore:
     def is_read_by(self, fetch: Fetch) -> None:
         """Have whoever edits the memory wait for `fetch`."""
         self._in_flight = fetch
-        if any(slot.shared() for slot in self._slots):
+        if any_shared(self._slots):
             # Someone holds an alias, and may write through it as soon as this returns.
             self.settle()
 
@@ -180,7 +180,7 @@ class HostStore:
 
     def stamps(self) -> list[object]:
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(HostSlot.stamp, self._slots, self.homes))
+            return stamps(self._slots, self.homes)
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(_plain(self.homes[index]))

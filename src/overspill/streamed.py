@@ -8,10 +8,10 @@ Note: states and what they cost on the compute device.
             weights are the same as their homes; what a forward did write goes home as soon as the call ends.
 """
 
+import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -44,13 +44,26 @@ class _Live(torch.Tensor):
     def data(self) -> torch.Tensor:
         if torch.compiler.is_compiling():  # a compiler takes an edit through a detached tensor for one like others
             return self.detach()
-        self.data_was_used = True
+        self._note_use()
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        self.data_was_used = True
+        self._note_use()
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def _note_use(self) -> None:
+        self.data_was_used = True
+        _last_use.number = next(_uses)  # second: whoever has seen this number sees the mark as well
+
+
+class _LastUse:
+    """The last use of any live tensor's `.data`: while it is the same, nobody has to ask each of them."""
+
+    number = 0  # another one each time
+
+
+_last_use, _uses = _LastUse(), itertools.count(1)
 
 
 class LiveParameter(_Live, nn.Parameter):
@@ -66,19 +79,14 @@ class LiveResult(_Live):
 _HERE_OR_HOME = (LiveResult, LiveParameter, HostTensor, DiskTensor)
 
 
-@dataclass(slots=True)
-class _Bound:
-    """One entry of a module's table that shows something else than its home at the moment."""
+_Bound = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
+"""One entry of a module's table that shows something else than its home at the moment: table, name, home, shown."""
 
-    table: dict[str, Any]
-    name: str
-    home: torch.Tensor
-    shown: torch.Tensor
-    version: int = 0  # of what is shown, for those whose edits nobody else sends home
 
-    def undo(self) -> None:
-        if self.table.get(self.name) is self.shown:
-            self.table[self.name] = self.home
+def _undo(bound: Iterable[_Bound]) -> None:
+    for table, name, home, shown in bound:
+        if table.get(name) is shown:
+            table[name] = home
 
 
 class StreamedUnit:
@@ -107,8 +115,9 @@ class StreamedUnit:
         self._stamps: list[object] = []
         self._versions: list[int] = []
         self._bound: list[_Bound] = []
-        self._strays: list[_Bound] = []
+        self._strays: list[tuple[_Bound, int]] = []  # with the version of what is shown: nobody else sends edits home
         self._bound_with_grad = False
+        self._no_use_since = 0  # of any shown tensor's `.data`: the last use of those of all units then
         self._unshared: list[int] = []  # how often each live tensor is referred to while nobody outside has it
 
     def part(self, indices: Sequence[int]) -> "StreamedUnit":
@@ -251,11 +260,15 @@ class StreamedUnit:
             return
         shown = self._onloaded(is_first=is_first) if with_grad else self._shown_plainly()
         # One in the place of the other: calls of other threads are under way, and must not see a home in between.
-        before, self._bound = {id(bound.shown) for bound in self._bound}, []
+        before, self._bound = {id(bound[3]) for bound in self._bound}, []
         self._bound_with_grad = with_grad
         for places, home, live in zip(self._places, self.store.homes, shown, strict=True):
             for place in places:
-                self._show(place, home, live, before)
+                table, name = table_of(place), place.name
+                current = table.get(name)
+                if current is home or id(current) in before:  # else the user put another there: that is the truth now
+                    table[name] = live
+                    self._bound.append((table, name, home, live))
         self._refresh_flat_weights()
         if not self._strays:
             self._bind_strays(root)
@@ -299,21 +312,13 @@ class StreamedUnit:
             self._landings[first] = Landing(self._transfer.host_link)
         return self._landings[first]
 
-    def _show(self, place: Place, home: torch.Tensor, shown: torch.Tensor, before: Collection[int]) -> None:
-        table = table_of(place)
-        current = table.get(place.name)
-        if current is not home and id(current) not in before:
-            return  # the user put another tensor there: that one is the truth now
-        table[place.name] = shown
-        self._bound.append(_Bound(table, place.name, home, shown))
-
     def _bind_strays(self, root: nn.Module) -> None:
         """Bring along what was added to the unit's modules after planning: adapters, replaced weights."""
         if self.device.type == "cpu":
             return
         for module in modules_below(root):
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
+            for table in filter(None, tables):
                 for name, tensor in table.items():
                     # A home is no stray, wherever it says it is: outside of a call of the model that is the CPU.
                     if tensor is None or isinstance(tensor, _HERE_OR_HOME):
@@ -321,7 +326,7 @@ class StreamedUnit:
                     if tensor.device != self.device:
                         moved = tensor.to(self.device)
                         table[name] = moved
-                        self._strays.append(_Bound(table, name, tensor, moved, moved._version))
+                        self._strays.append(((table, name, tensor, moved), moved._version))
 
     def unbind(self) -> None:
         """Show the homes again, once what the forward wrote has gone there."""
@@ -332,16 +337,15 @@ class StreamedUnit:
             self._unbind_strays()
 
     def _unbind_strays(self) -> None:
-        for stray in self._strays:
-            if stray.shown._version != stray.version:
+        for (_, _, home, shown), version in self._strays:
+            if shown._version != version:
                 with torch.no_grad():
-                    stray.home.copy_(stray.shown)
-            stray.undo()
+                    home.copy_(shown)
+        _undo(bound for bound, _ in self._strays)
         self._strays = []
 
     def _unbind_tensors(self) -> None:
-        for bound in self._bound:
-            bound.undo()
+        _undo(self._bound)
         self._bound, self._bound_with_grad, self._results = [], False, {}
         self._refresh_flat_weights()
 
@@ -366,8 +370,16 @@ class StreamedUnit:
         """Whether any live tensor was: asked twice for each copy, and nearly always not."""
         if after_call and any(_updates_unseen(place) for place in self._written_unseen):
             return True
-        shown = (*self._parameters.values(), *self._results.values())
-        return [live._version for live in self._live] != self._versions or any(each.data_was_used for each in shown)
+        return [live._version for live in self._live] != self._versions or self._data_was_used()
+
+    def _data_was_used(self) -> bool:
+        last_use = _last_use.number
+        if last_use == self._no_use_since:
+            return False
+        if any(shown.data_was_used for shown in (*self._parameters.values(), *self._results.values())):
+            return True
+        self._no_use_since = last_use
+        return False
 
     def _send_home(self, index: int, values: torch.Tensor) -> None:
         live = self._live[index]

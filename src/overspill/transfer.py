@@ -266,7 +266,9 @@ class Transfer:
             stream_waits(stream, slab.overwrite_after)
             with self._noted(COPY, slab.name, self._host_lane, stream, fetch.nbytes):
                 for offset, source in sources:
-                    slab.memory[offset : offset + source.nbytes].copy_(source, non_blocking=True)
+                    whole = source.nbytes == slab.memory.nbytes  # one flat copy, as nearly always
+                    target = slab.memory if whole else slab.memory[offset : offset + source.nbytes]
+                    target.copy_(source, non_blocking=True)
         if stream is not None:
             fetch.all_queued(stream)
         return fetch

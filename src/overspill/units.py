@@ -355,7 +355,8 @@ def modules_below(root: nn.Module) -> list[nn.Module]:
     """`root` and all modules in it, one that is there twice, twice. Quicker than `modules`: short steps wait for it."""
     modules = [root]
     for module in modules:
-        modules.extend([child for child in module._modules.values() if child is not None])
+        if module._modules:
+            modules.extend([child for child in module._modules.values() if child is not None])
     return modules
 
 

@@ -29,7 +29,7 @@ from overspill.devices import (
     stream_numbers,
 )
 from overspill.errors import StateError
-from overspill.graph import Recorder, Replaying, SavedTensor, Version, refuse_edited
+from overspill.graph import Recorder, Replaying, Version, refuse_edited, refuse_other_version
 from overspill.homes import edits_of
 from overspill.movement import taken_apart
 from overspill.slab import Slab
@@ -55,55 +55,50 @@ class _EnoughError(BaseException):
 class _Place:
     """One saved tensor of a block: empty until backward needs it."""
 
-    __slots__ = ("__weakref__", "_expected", "_held", "_version", "dtype", "filled", "shape")
+    __slots__ = ("__weakref__", "edits", "expected", "filled", "held", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.filled: SavedTensor | None = None
-        self._version: Version | None = None
-        self._held: torch.Tensor | None = None
-        if not tensor.is_inference():
-            # Whoever has a view of a tensor has its base as well, and the two share their version.
-            base = tensor._base
-            self._held = tensor if base is None else base
-            self._expected = tensor._version
+    held: torch.Tensor | None
+    """What was saved, until the call ends, so that an edit in it is seen. That takes no more than a replay will."""
+    expected: int
+    """The version of that when it was saved."""
+    filled: torch.Tensor | None
+    edits: int
+    """The version of that, likewise."""
+    version: Version | None
+    """Of what was saved, where nobody else would notice an edit of that."""
 
-    def let_go(self) -> Callable[[], torch.Tensor | None]:
-        """The call has ended: hold the tensor no longer. Returns what has it if somebody else does.
+    def fill(self, tensor: torch.Tensor) -> None:
+        # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
+        self.filled, self.edits = tensor.detach(), tensor._version
 
-        It is held that long so that an edit in the call is seen. That takes no more memory than a replay will.
-        """
-        held, self._held = self._held, None
-        if held is None:
-            return _nothing
-        if held._version != self._expected:
-            self.watch(held)
-        return weakref.ref(held)
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Know of edits from now on."""
-        self._version = Version(tensor, self._expected)
-        self._version.shape = self.shape  # of what was saved, which may be a view of it
-
-    def check(self) -> None:
-        """Raise as autograd does if the tensor was edited."""
-        if self._version is not None:
-            self._version.check()
+    def values(self) -> torch.Tensor:
+        """What fills it, if that is what it was."""
+        filled = self.filled
+        assert filled is not None
+        if filled._version != self.edits:
+            refuse_other_version(filled.shape, filled._version, self.edits)
+        return filled
 
 
 class _Input:
     """A tensor among a block's arguments."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._requires_grad = tensor.requires_grad
-        self._version = Version(tensor)
         self._kept: Callable[[], torch.Tensor] = lambda: tensor
+        self._requires_grad = tensor.requires_grad
+        self._edits = None if tensor.is_inference() else tensor._version
+        self._edited: Version | None = None
 
     def put_aside(self, keep: Keeper) -> None:
-        self._kept = keep(self._kept())
+        """The call has ended. Whoever keeps the tensor knows of edits from now on."""
+        tensor = self._kept()
+        if self._edits is not None and tensor._version != self._edits:
+            self._edited = Version(tensor, self._edits)
+        self._kept = keep(tensor)
 
     def again(self) -> torch.Tensor:
-        self._version.check()
+        if self._edited is not None:
+            self._edited.check()
         values = self._kept().detach()
         return values.requires_grad_() if self._requires_grad else values
 
@@ -129,10 +124,13 @@ class Frame(Recorder):
         self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
-        self._weights = _edits(module)
+        self._weights = _weights_of(module)
+        self._edits = edits_of(self._weights)
         self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
         self._places: list[weakref.ref[_Place]] = []
+        self._shapes: list[torch.Size] = []  # of what was saved, to know whether a replay saves the same
+        self._dtypes: list[torch.dtype] = []
         self._slabs: list[weakref.ref[Slab]] = []  # with the weights that it computes with
         self._streamed: frozenset[int] = frozenset()  # their storages
         self._stream = stream_numbers(device)
@@ -165,10 +163,29 @@ class Frame(Recorder):
 
     def _watch_what_is_left(self) -> None:
         """Know of edits of what outlives the call: hardly any of it, and to watch all is what short steps wait for."""
-        for place, left in [(place, place.let_go()) for place in self._left()]:
-            tensor = left()
-            if tensor is not None:
-                place.watch(tensor)
+        watched: dict[tuple[int, int], Version] = {}
+        for place, reference in self._let_go_of_what_was_saved():
+            held = reference()
+            if held is not None:
+                key = id(held), place.expected
+                if key not in watched:
+                    watched[key] = Version(held, place.expected)
+                place.version = watched[key]
+
+    def _let_go_of_what_was_saved(self) -> list[tuple[_Place, "weakref.ref[torch.Tensor]"]]:
+        """The places that a graph has, and what was saved there: that is gone then, unless somebody else has it."""
+        left: list[tuple[_Place, weakref.ref[torch.Tensor]]] = []
+        for reference in self._places:
+            place = reference()
+            if place is None or place.held is None:
+                continue
+            base = place.held._base  # whoever has a view has its base as well, and the two share their version
+            held = place.held if base is None else base
+            if held._version != place.expected:
+                place.version = Version(held, place.expected)
+            place.held = None
+            left.append((place, weakref.ref(held)))
+        return left
 
     @property
     def kept_attention(self) -> bool:
@@ -184,14 +201,20 @@ class Frame(Recorder):
         return True
 
     def _pack(self, tensor: torch.Tensor) -> _Place:
-        place = _Place(tensor)
+        # No call that need not be one: a block saves dozens of tensors, and short steps wait for what is done for each.
+        place = _Place()
+        place.filled = place.version = None
+        place.held, place.expected = tensor, tensor._version
         self._places.append(weakref.ref(place))
+        self._shapes.append(tensor.shape)
+        self._dtypes.append(tensor.dtype)
         if self.on_save is not None and storage_key(tensor) not in self._streamed:
             self.on_save(tensor)
         return place
 
     def _unpack(self, place: _Place) -> torch.Tensor:
-        place.check()
+        if place.version is not None:
+            place.version.check()
         filled = place.filled
         if filled is None or backward_number() != self._filled_for:
             filled = self._fill(place)
@@ -201,7 +224,9 @@ class Frame(Recorder):
         if self._asked == self._half:
             # Not before: what takes most memory, in most blocks the end of them, is through by now.
             self._keep.bring_next()
-        return filled.values()
+        if filled._version != place.edits:
+            place.values()  # which says so
+        return filled
 
     def _follow_here(self) -> None:
         """Have the current stream, which is not the replay's, use what was replayed: behind that, and in front of
@@ -213,7 +238,7 @@ class Frame(Recorder):
             if slab is not None:
                 slab.lend_on(self._stream())
 
-    def _fill(self, place: _Place) -> SavedTensor:
+    def _fill(self, place: _Place) -> torch.Tensor:
         """Fill all places, unless another thread of this backward has done so meanwhile."""
         backward = running_backward()
         self._follow_last_replay()
@@ -243,7 +268,7 @@ class Frame(Recorder):
         """Keep no memory of a window. Whoever asks for a weight again has the block replayed."""
         with self._lock:
             for place in self._left():
-                if place.filled is not None and place.filled.storage in self._streamed:
+                if place.filled is not None and storage_key(place.filled) in self._streamed:
                     place.filled = None
 
     def empty(self) -> None:
@@ -259,20 +284,18 @@ class Frame(Recorder):
     # The second time.
 
     def _replay(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            edited = any(edits_of(weight) != edits for weight, edits in self._weights)
-        if edited:
+        if edits_of(self._weights) != self._edits:
             refuse_edited(f"a weight of {self._name}, which is to be recomputed, was edited since its forward")
         leaves = (leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves)
         args, kwargs = self._rebuild(leaves)
-        filling = _Filling(self, self._places)
+        filling = _Filling(self, self._places, self._shapes, self._dtypes)
         self._replayed_on, self._replay_stream = self._stream(), current_stream(self._device)
         try:
             with Replaying(), torch.enable_grad(), ExitStack() as stack:
                 if self._random is not None:
                     stack.enter_context(self._random.again())
                 self._autocast.again(stack)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, SavedTensor.values))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _Place.values))
                 if self._attention is not None and self.kept_attention:
                     stack.enter_context(GiveAttention(self._attention.results))
                 self._module(*args, **kwargs)
@@ -297,15 +320,15 @@ def _no_frame() -> None:
     """This thread has replayed nothing yet."""
 
 
-def _edits(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Each parameter below `module`, and how often it was edited. One that is there twice is here twice."""
-    with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
-        return [
-            (weight, edits_of(weight))
-            for each in modules_below(module)
-            for weight in each._parameters.values()
-            if weight is not None
-        ]
+def _weights_of(module: nn.Module) -> list[torch.Tensor]:
+    """Each parameter below `module`. One that is there twice is here twice."""
+    return [
+        weight
+        for each in modules_below(module)
+        if each._parameters
+        for weight in each._parameters.values()
+        if weight is not None
+    ]
 
 
 def _empty(reference: "weakref.ref[Frame]") -> None:
@@ -321,29 +344,37 @@ def _nothing() -> None:
 class _Filling(Recorder):
     """A replay's saved tensors on their way to their places."""
 
-    def __init__(self, frame: Frame, places: list["weakref.ref[_Place]"]) -> None:
-        self._frame, self._places = frame, iter(places)
-        self._left = len(places)
+    def __init__(
+        self,
+        frame: Frame,
+        places: Sequence["weakref.ref[_Place]"],
+        shapes: Sequence[torch.Size],
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._frame, self._places, self._shapes, self._dtypes = frame, places, shapes, dtypes
+        self._filled, self._last = 0, len(places) - 1
 
     def takes_weights(self, module: nn.Module, slabs: Sequence[Slab]) -> bool:
         return self._frame.takes_weights(module, slabs)
 
     @property
     def is_done(self) -> bool:
-        return self._left <= 0
+        return self._filled > self._last
 
-    def pack(self, tensor: torch.Tensor) -> SavedTensor:
-        saved = SavedTensor(tensor)
-        reference = next(self._places, None)
-        place = None if reference is None else reference()
-        if place is not None:
-            if place.shape != tensor.shape or place.dtype != tensor.dtype:
-                self._frame.refuse_difference()
-            place.filled = saved
-        self._left -= 1
-        if self._left <= 0:
+    def pack(self, tensor: torch.Tensor) -> _Place:
+        index = self._filled
+        if index > self._last:
             raise _EnoughError
-        return saved
+        place = self._places[index]()
+        if place is None:  # no graph has it any more, but a block may compute gradients within itself
+            place = _Place()
+        elif self._shapes[index] != tensor.shape or self._dtypes[index] is not tensor.dtype:
+            self._frame.refuse_difference()
+        place.fill(tensor)
+        self._filled = index + 1
+        if index == self._last:
+            raise _EnoughError
+        return place
 
 
 class _Autocast:
