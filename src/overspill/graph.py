@@ -49,14 +49,17 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         crossing = _Crossing(list(gradients), None)
+        home, differentiable = ctx.device, torch.is_grad_enabled()
         leaving: dict[int, torch.Tensor] = {}
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            if gradient.device == ctx.device or torch.is_grad_enabled() or gradient.layout is not torch.strided:
-                crossing.gradients[index] = gradient.to(ctx.device)  # differentiable again, if need be
+            if differentiable or gradient.layout is not torch.strided or gradient.device == home:
+                crossing.gradients[index] = gradient.to(home)  # differentiable again, if need be
+            elif gradient.is_contiguous() or is_dense(gradient):
+                leaving[index] = gradient
             else:
-                leaving[index] = gradient if is_dense(gradient) else gradient.contiguous()
+                leaving[index] = gradient.contiguous()
         if leaving:
             crossing.departure, copies = ctx.landing.link.send(list(leaving.values()), ctx.landing)
             for index, copy in zip(leaving, copies, strict=True):
@@ -113,10 +116,17 @@ def onload(
     while len(shown) < len(homes):
         group = slice(len(shown), len(shown) + _how_many(homes[len(shown) :], together))
         crossings: dict[int, _Crossing] = {}  # by the number of the backward: a graph may be gone through by several
-        between = _Arrive.apply(crossings, *homes[group])  # type: ignore[no-untyped-call]
+        between = _applied(_Arrive, crossings, *homes[group])
         landing = landing_of(len(shown))
-        shown += _Leave.apply(list(lives[group]), crossings, landing, between)  # type: ignore[no-untyped-call]
+        shown += _applied(_Leave, list(lives[group]), crossings, landing, between)
     return shown
+
+
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply`, which does nothing but ask about torch.func before it goes on here, for half of its time."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def _how_many(homes: Sequence[torch.Tensor], together: int) -> int:

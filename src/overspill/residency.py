@@ -108,16 +108,17 @@ class Residency:
     def acquire(self, use: "Use") -> None:
         """Let the root's modules show tensors on the compute device. `release` must follow, also if this fails."""
         root, now = use.root, self._now()
+        with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with self.lock:
             if now is not None:
                 self._begin_backward()
             line = self._line()
-            if line.last is not None and line.last.phase is Phase.BACKWARD and running_backward() is None:
+            last, before = line.last, None if line.last is None else line.last.phase
+            if before is Phase.BACKWARD and now is None:
                 self._pass += 1  # an optimizer may have been there
-            with_grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             step = self._steps[root, Phase.of_a_call(with_grad=with_grad)]
-            goes_on = step is line.last and step.phase is Phase.BACKWARD  # which needs its units more than once
-            is_first = step.phase is Phase.FORWARD and (line.last is None or line.last.phase is not Phase.FORWARD)
+            goes_on = step is last and before is Phase.BACKWARD  # which needs its units more than once
+            is_first = step.phase is Phase.FORWARD and before is not Phase.FORWARD
             if not goes_on:
                 self._schedule.note(step, line)
             if with_grad:
@@ -127,7 +128,7 @@ class Residency:
                 unit.calls += 1
                 use.units.append(unit)
             # A backward that computes a block once more has just asked for a weight of it, most of the time.
-            awaited = [unit for unit in root.units if now is None or unit.arrived_for != now]
+            awaited = root.units if now is None else [unit for unit in root.units if unit.arrived_for != now]
             for unit in awaited:
                 self._drop_outdated(unit, users=1)
                 self._ensure_fetched(unit, may_map=not with_grad)

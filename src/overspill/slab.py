@@ -226,10 +226,13 @@ class _Arena:
 
         A view that outlived its unit's release may have been used after the events that the release recorded.
         """
+        here = record_event(self.device)
+        if here is None:
+            return []
         streams = {number: stream for each in lent_on for number, stream in each.items()}
         streams.pop(self._stream(), None)
-        marks = [record_event(self.device), *(record_event(self.device, stream) for stream in streams.values())]
-        return [mark for mark in marks if mark is not None]
+        elsewhere = (record_event(self.device, stream) for stream in streams.values()) if streams else ()
+        return [here, *(mark for mark in elsewhere if mark is not None)]
 
     def _note_user(self) -> None:
         user = current_stream(self.device)

@@ -197,7 +197,8 @@ class BlockScope:
 
     def __init__(self, block: Block) -> None:
         self._block = block
-        self._stack = ExitStack()
+        self._recording = ExitStack()  # what is around the call itself
+        self._frame: Frame | None = None
         self._watched: Callable[[], None] | None = None
         self._sent_before: int | None = None
 
@@ -211,20 +212,24 @@ class BlockScope:
             keep = block.keeper(weights)
             device, keeps = block.activations.device, block.keeps_attention
             frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
-            self._stack.callback(block.called, frame)
-            self._stack.callback(frame.end)
+            self._frame = frame
             if block.watch is not None:
                 activations = block.activations
                 self._watched = block.watch.begin_call(frame, weights, lambda: activations.nbytes_sent)
             for context in frame.recording():
-                self._stack.enter_context(context)
+                self._recording.enter_context(context)
         else:
             back_to = block.activations.begin_call(goes_on=block.follows_one_that_left)
-            self._stack.enter_context(block.activations.saving(weights, back_to))
+            self._recording.enter_context(block.activations.saving(weights, back_to))
         return args, kwargs
 
     def leave(self, output: Any) -> Any:
-        self._stack.close()
+        try:
+            self._recording.close()
+        finally:
+            if self._frame is not None:
+                self._frame.end()
+                self._block.called(self._frame)
         if self._block.ends_forward and self._sent_before is not None:
             self._block.activations.end_forward()
         if self._watched is not None:

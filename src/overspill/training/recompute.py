@@ -67,10 +67,6 @@ class _Place:
     version: Version | None
     """Of what was saved, where nobody else would notice an edit of that."""
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
-        self.filled, self.edits = tensor.detach(), tensor._version
-
     def values(self) -> torch.Tensor:
         """What fills it, if that is what it was."""
         filled = self.filled
@@ -120,13 +116,20 @@ class Frame(Recorder):
         self._name, self._module, self._keep, self._device = name, module, keep, device
         leaves: list[Any] = []
         self._rebuild = taken_apart((args, kwargs), leaves)
-        self._inputs = {id(leaf): _Input(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        self._leaves = [self._inputs.get(id(leaf), leaf) for leaf in leaves]
+        self._inputs: dict[int, _Input] = {}  # one that is there twice, once
+        self.input_bytes = 0
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                known = self._inputs.get(id(leaf))
+                if known is None:
+                    known = self._inputs[id(leaf)] = _Input(leaf)
+                leaves[index] = known
+                self.input_bytes += leaf.nbytes
+        self._leaves = leaves
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
         self._weights = _weights_of(module)
         self._edits = edits_of(self._weights)
-        self.input_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
         self._places: list[weakref.ref[_Place]] = []
         self._shapes: list[torch.Size] = []  # of what was saved, to know whether a replay saves the same
@@ -370,7 +373,8 @@ class _Filling(Recorder):
             place = _Place()
         elif self._shapes[index] != tensor.shape or self._dtypes[index] is not tensor.dtype:
             self._frame.refuse_difference()
-        place.fill(tensor)
+        # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
+        place.filled, place.edits = tensor.detach(), tensor._version
         self._filled = index + 1
         if index == self._last:
             raise _EnoughError
