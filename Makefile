@@ -21,10 +21,10 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint unit-test gpu-test soak gpu-soak coverage mutants bench stamp format install clean
+.PHONY: help demo docs test lint unit-test gpu-test simulated-gpu-test soak gpu-soak coverage mutants bench stamp format install clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) $(DEMO_MODEL) ## have a language model answer within a fraction of its memory
 	$(BIN)/python examples/demo.py --model $(DEMO_MODEL)
@@ -46,6 +46,11 @@ unit-test: $(INSTALLED) ## the tests that need no GPU; PYTEST_ARGS="-k name" for
 
 gpu-test: ## the tests that need a CUDA device; fails where there is none
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m "gpu and not soak" tests $(PYTEST_ARGS)
+
+# The plugin compiles the device, and puts it there before torch is imported. Its tests are found by way of `tests`.
+simulated-gpu-test: $(INSTALLED) ## the tests that need a CUDA device, on one that is simulated
+	PYTHONPATH=src:tests $(BIN)/python -m pytest -p simulated_gpu.plugin -n $(WORKERS) --dist worksteal --timeout 300 \
+		-m "gpu and not soak" tests $(PYTEST_ARGS)
 
 # Some of these last for ten minutes: a dump of their threads meanwhile, which they run on under, can end the process.
 SOAKING := -o faulthandler_timeout=1500
@@ -92,5 +97,5 @@ $(DEMO_MODEL): | $(INSTALLED)
 	@$(BIN)/python examples/smollm2.py $@
 
 clean: ## remove what make made
-	rm -rf $(VENV) .demo bench-results .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
+	rm -rf $(VENV) .demo .simulated_gpu bench-results .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +

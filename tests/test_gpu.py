@@ -286,7 +286,10 @@ def test_reads_that_miss_the_page_cache_go_past_it_and_are_right(
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # exactness is wanted, not speed
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.real_gpu("inductor writes kernels for a chip"))],
+)
 def test_compiled_blocks_stream(backend: str, tmp_path: Path) -> None:
     model, reference = make(Net, "cpu", tmp_path)
     assert len(streamed_units(model)) >= 4

@@ -1917,6 +1917,7 @@ def test_a_module_on_meta_is_refused_with_its_name(device: str) -> None:
     assert torch.equal(model.blocks[1](x), model.blocks[1](x))
 
 
+@pytest.mark.real_gpu("the simulated one has dense tensors only")
 def test_tensors_that_are_no_plain_values_are_refused_with_their_name(device: str) -> None:
     model = aligned(Net()).to(device)
     model.blocks[1].up.register_buffer("mask", torch.eye(64, device=device).to_sparse())
