@@ -10,13 +10,14 @@ from typing import Any
 
 from simulated_gpu.build import NAME, CannotSimulateError, built
 
-DELAY = "SIMULATED_DELAY"
-"""Variable of the environment: one in 16 of the things queued begins late, by up to so many microseconds."""
-
-
 def is_installed() -> bool:
     """Whether this process has the simulated device."""
     return NAME in sys.modules
+
+
+def longest_delay() -> int:
+    """In microseconds: one in 16 of the things queued begins late, by up to so much."""
+    return int(os.environ.get("SIMULATED_DELAY", "0"))
 
 
 def install() -> None:
@@ -38,7 +39,7 @@ def install() -> None:
     device = importlib.util.module_from_spec(spec)
     loader.exec_module(device)
     sys.modules[NAME] = device
-    device.delay(int(os.environ.get(DELAY, "0")))
+    device.delay(longest_delay())
     _show(torch, device)
 
 

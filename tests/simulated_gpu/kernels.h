@@ -96,7 +96,8 @@ class Call {
 
   // Whether all results go to tensors that are large enough already. The shapes are computed without values.
   bool can_be_queued() {
-    if (written_.empty() || any_of_cpu_ || !op_.hasKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
+    if (written_.empty()) return false;
+    if (schema_.returns().size() != written_.size() || any_of_cpu_ || !op_.hasKernelForDispatchKey(c10::DispatchKey::Meta)) return false;
     for (auto& result : schema_.returns())
       if (!result.alias_info() || !result.alias_info()->isWrite()) return false;
     torch::jit::Stack shapes;
@@ -130,7 +131,7 @@ class Call {
   }
 
   void compute() {
-    queue(current).wait();
+    synchronize(current);
     auto results = translated_;
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
     for (auto& [tensor, target] : written_) {

@@ -34,7 +34,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::Allocator* getCUDADeviceAllocator() const override { return &memory(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Generator>(); }
-  void deviceSynchronize(c10::DeviceIndex) const override { wait_for_all(); }
+  void deviceSynchronize(c10::DeviceIndex) const override { Guard().synchronizeDevice(0); }
 };
 
 }  // namespace simulated

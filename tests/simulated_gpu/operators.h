@@ -25,7 +25,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> attend(
     const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>&, bool, double dropout,
     bool causal, std::optional<double> scale) {
   at::AutoDispatchBelowADInplaceOrView below;
-  queue(current).wait();
+  synchronize(current);
   auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
       seen_by_cpu(query), seen_by_cpu(key), seen_by_cpu(value), dropout, causal, std::nullopt, scale);
   auto drawn = at::zeros({}, at::kLong);
@@ -37,7 +37,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> attend_backward(
     const Tensor& output, const Tensor& sums, const Tensor&, const Tensor&, double dropout, std::array<bool, 4>,
     bool causal, std::optional<double> scale) {
   at::AutoDispatchBelowADInplaceOrView below;
-  queue(current).wait();
+  synchronize(current);
   auto [q, k, v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
       seen_by_cpu(gradient), seen_by_cpu(query), seen_by_cpu(key), seen_by_cpu(value), seen_by_cpu(output),
       seen_by_cpu(sums), dropout, causal, std::nullopt, scale);
@@ -79,7 +79,7 @@ inline std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p, std::op
 // CUDA's counts whole numbers too.
 inline Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
   at::AutoDispatchBelowADInplaceOrView below;
-  queue(current).wait();
+  synchronize(current);
   auto seen = seen_by_cpu(self);
   return to_device(at::histc(seen.to(at::kDouble), bins, low, high).to(seen.scalar_type()));
 }

@@ -84,11 +84,8 @@ class Queue {
     return waiting_.empty() && !busy_;
   }
   void wait() {
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      idle_.wait(lock, [this] { return waiting_.empty() && !busy_; });
-    }
-    raise_failure();
+    std::unique_lock<std::mutex> lock(mutex_);
+    idle_.wait(lock, [this] { return waiting_.empty() && !busy_; });
   }
   void number(int64_t stream) { random_.seed(stream + 1); }
 
@@ -143,6 +140,11 @@ inline void wait_for_all() {
   for (int stream = 0; stream < kStreams; ++stream) queue(stream).wait();
 }
 
+inline void synchronize(int64_t stream) {
+  queue(stream).wait();
+  raise_failure();
+}
+
 inline thread_local int64_t current = 0;  // the stream that this thread queues its work on
 
 inline MarkPtr mark(int64_t stream) {
@@ -184,8 +186,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream& stream) const override { return queue(stream.id()).idle(); }
-  void synchronizeStream(const c10::Stream& stream) const override { queue(stream.id()).wait(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { wait_for_all(); }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream.id()); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    wait_for_all();
+    raise_failure();
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_use(data, stream);
   }

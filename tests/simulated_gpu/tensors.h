@@ -92,7 +92,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     queue(current).put([to, from]() mutable { to.copy_(from); });
     return self;
   }
-  queue(current).wait();
+  synchronize(current);
   to.copy_(from);
   return self;
 }
@@ -103,7 +103,7 @@ inline Tensor copy_from(const Tensor& self, const Tensor& target, bool non_block
 }
 
 inline at::Scalar local_scalar(const Tensor& self) {
-  queue(current).wait();
+  synchronize(current);
   return at::_local_scalar_dense(seen_by_cpu(self));
 }
 

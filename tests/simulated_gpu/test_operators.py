@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def busy() -> None:
-    torch.cuda._sleep(50_000_000)
+    torch.cuda._sleep(100_000_000)
 
 
 @pytest.mark.parametrize("queued", [False, True])

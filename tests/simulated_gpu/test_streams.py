@@ -5,10 +5,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from simulated_gpu.device import longest_delay
+
 pytestmark = pytest.mark.gpu
 
-LONG = 100_000_000
-"""Cycles: some 60 ms, in which the host does much."""
+LONG = 400_000_000
+"""Cycles: a fifth of a second, in which the host does much."""
 
 
 def busy(stream: torch.Stream) -> None:
@@ -35,12 +37,12 @@ def main() -> torch.Stream:
 
 @pytest.fixture
 def delays() -> Iterator[None]:
-    import simulated_cuda  # type: ignore[import-not-found]
+    import simulated_cuda  # type: ignore[import-not-found]  # compiled
 
     simulated_cuda.delay(2000)
     yield
     torch.cuda.synchronize()
-    simulated_cuda.delay(0)
+    simulated_cuda.delay(longest_delay())
 
 
 @pytest.mark.parametrize("waits", [False, True])
