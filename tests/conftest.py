@@ -43,7 +43,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if gpu_tests and not session.config.option.collectonly and not torch.cuda.is_available():
         raise pytest.UsageError(
             f"{len(gpu_tests)} tests need a CUDA device, and torch {torch.__version__} sees none. Run them where one "
-            "is, with a Python whose torch is built for it: make gpu-test GPU_PYTHON=/path/to/python"
+            "is, with a Python whose torch is built for it: make gpu-test GPU_PYTHON=/path/to/python. Or on one "
+            "that is simulated: make simulated-gpu-test"
         )
 
 
@@ -59,7 +60,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the model computes: a test that takes this runs on the CPU here, and on a GPU with `make gpu-test`."""
+    """Where the model computes: a test that takes this runs on the CPU, and on a GPU with `make gpu-test`."""
     return str(request.param)
 
 

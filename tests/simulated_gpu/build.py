@@ -26,7 +26,7 @@ class CannotSimulateError(Exception):
 def built() -> Path:
     """The library, which is compiled if that has not been done yet. It takes half a minute."""
     torch = _torch()
-    library = FOLDER / f"{NAME}-{_fingerprint()}.so"
+    library = FOLDER / f"{NAME}-{_fingerprint(torch)}.so"
     if library.exists():
         return library
     compiler, headers = _compiler(), _headers()
@@ -63,12 +63,12 @@ def _torch() -> Path:
     return folder
 
 
-def _fingerprint() -> str:
+def _fingerprint(torch: Path) -> str:
     """Another one wherever another library would come out."""
     digest = hashlib.sha256()
     for source in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update("\0".join([importlib.metadata.version("torch"), sys.version, *FLAGS]).encode())
+    digest.update("\0".join([str(torch), importlib.metadata.version("torch"), sys.version, *FLAGS]).encode())
     return digest.hexdigest()[:16]
 
 

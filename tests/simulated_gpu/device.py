@@ -10,6 +10,7 @@ from typing import Any
 
 from simulated_gpu.build import NAME, CannotSimulateError, built
 
+
 def is_installed() -> bool:
     """Whether this process has the simulated device."""
     return NAME in sys.modules
