@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from simulated_gpu.build import CannotSimulateError
-from simulated_gpu.device import install
+from simulated_gpu.device import install, longest_delay
 
 HERE = Path(__file__).parent
 
@@ -20,6 +20,10 @@ except CannotSimulateError as error:
 CHILDREN = str(HERE / "children")
 sys.path.append(CHILDREN)
 os.environ["PYTHONPATH"] = os.pathsep.join([CHILDREN, str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+
+
+def pytest_report_header() -> str:
+    return f"CUDA device: simulated, with delays of up to {longest_delay()} µs (SIMULATED_DELAY)"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
