@@ -5,6 +5,8 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,17 @@ def is_installed() -> bool:
 def longest_delay() -> int:
     """In microseconds: one in 16 of the things queued begins late, by up to so much."""
     return int(os.environ.get("SIMULATED_DELAY", "0"))
+
+
+@contextmanager
+def delayed(longest: int) -> Iterator[None]:
+    """Within, another longest delay; one of any length has all be queued, and nothing be done at once."""
+    device = sys.modules[NAME]
+    device.delay(longest)
+    try:
+        yield
+    finally:
+        device.delay(longest_delay())
 
 
 def install() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from simulated_gpu.device import longest_delay
+from simulated_gpu.device import delayed
 
 pytestmark = pytest.mark.gpu
 
@@ -37,12 +37,9 @@ def main() -> torch.Stream:
 
 @pytest.fixture
 def delays() -> Iterator[None]:
-    import simulated_cuda  # type: ignore[import-not-found]  # compiled
-
-    simulated_cuda.delay(2000)
-    yield
-    torch.cuda.synchronize()
-    simulated_cuda.delay(longest_delay())
+    with delayed(2000):
+        yield
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("waits", [False, True])
