@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from overspill import movement
 from overspill.movement import map_tensors, tensors_in, to_device
 
 META = torch.device("meta")
@@ -88,3 +89,16 @@ def _shape(value: Any) -> Any:
     if isinstance(value, Result):
         return Result, _shape(value.hidden), value.name, value.count
     return value
+
+
+def test_what_is_where_it_belongs_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("taken apart")
+
+    monkeypatch.setattr(movement, "map_tensors", refuse)
+    nested = ((tensor(), [None, 3]), {"pair": (tensor(), "x"), "none": None})
+    assert to_device(nested, torch.device("cpu")) is nested
+    with pytest.raises(AssertionError, match="taken apart"):
+        to_device(nested, META)
+    with pytest.raises(AssertionError, match="taken apart"):  # nobody knows what is in there without a look
+        to_device((Result(tensor()),), torch.device("cpu"))

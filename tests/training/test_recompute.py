@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill.devices import RandomState
+from overspill.devices import NO_BACKWARD, RandomState
 from overspill.graph import Replaying, Version, is_replaying, recorder
 from overspill.homes import DiskTensor
 from overspill.managed import managed
@@ -176,6 +176,91 @@ def test_what_does_not_outlive_its_call_is_not_watched(device: str, monkeypatch:
     loss_of(model, next(batches(1, device))).backward()
     assert len(saved) == 5
     assert 0 < len(watched) < sum(saved) / 3
+
+
+class SavesItsInputOften(nn.Module):
+    """A block whose operations save one tensor, and views of it, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x.sin() + x.cos() + x.t().exp().t() + x.view(-1).tanh().view(4, 8))
+        return y
+
+
+def test_what_is_saved_often_is_watched_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, watched = nn.Sequential(SavesItsInputOften(), nn.Identity()).to(device), list[torch.Tensor]()
+
+    class Counted(Version):
+        def __init__(self, tensor: torch.Tensor, *args: Any) -> None:
+            super().__init__(tensor, *args)
+            watched.append(tensor)
+
+    overspill.offload_training(model, layers=["0"], recompute=True, activations=False, weights=True)
+    monkeypatch.setattr(recompute, "Version", Counted)
+    for edited in (False, True):
+        x = torch.randn(4, 8, device=device)
+        x.requires_grad_()
+        loss = model(x).sum()
+        assert sum(tensor is x for tensor in watched) == 1
+        if edited:
+            x.detach().add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+        watched.clear()
+
+
+def test_a_place_that_is_filled_anew_meanwhile_is_no_edit(device: str) -> None:
+    here = torch.device(device)
+    first, other = torch.ones(2, device=here), torch.ones(2, device=here)
+    other.add_(1)  # another backward's, of another version
+
+    class FillsAnew:
+        def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: tensor
+
+        def bring_next(self) -> None:
+            place.filled = other, other._version
+
+    frame = Frame("block", nn.Identity(), (), {}, here, FillsAnew())
+    place = frame._pack(first)
+    frame.end()
+    frame._half = 1
+    place.filled, frame._filled_for = (first, first._version), NO_BACKWARD
+    frame._replayed_on = frame._stream()
+    assert frame._unpack(place) is first
+
+
+class Forces(nn.Module):
+    """A block that computes a gradient within itself, as networks for molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(torch.tanh(self.linear(here)).square().sum(), here)
+        return x + self.linear(x).sin() * force
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_block_may_compute_gradients_within_itself(device: str, weights: bool) -> None:
+    model = nn.Sequential(Forces(), Forces(), nn.Linear(8, 8)).to(device)
+    x = torch.randn(4, 8, device=device)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [weight.grad.to(device) for weight in model.parameters()]  # type: ignore[union-attr]
+
+    expected = gradients()
+    overspill.offload_training(model, layers=["0", "1"], recompute=True, weights=weights)
+    assert all(map(torch.equal, gradients(), expected))
 
 
 def test_an_edit_of_a_weight_on_disk_is_found_out(device: str) -> None:

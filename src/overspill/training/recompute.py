@@ -55,25 +55,24 @@ class _EnoughError(BaseException):
 class _Place:
     """One saved tensor of a block: empty until backward needs it."""
 
-    __slots__ = ("__weakref__", "edits", "expected", "filled", "held", "version")
+    __slots__ = ("__weakref__", "expected", "filled", "held", "version")
 
     held: torch.Tensor | None
     """What was saved, until the call ends, so that an edit in it is seen. That takes no more than a replay will."""
     expected: int
     """The version of that when it was saved."""
-    filled: torch.Tensor | None
-    edits: int
-    """The version of that, likewise."""
+    filled: tuple[torch.Tensor, int] | None
+    """What a replay saved there, with its version. Both at once: another backward may fill it anew at any time."""
     version: Version | None
     """Of what was saved, where nobody else would notice an edit of that."""
 
     def values(self) -> torch.Tensor:
         """What fills it, if that is what it was."""
-        filled = self.filled
-        assert filled is not None
-        if filled._version != self.edits:
-            refuse_other_version(filled.shape, filled._version, self.edits)
-        return filled
+        assert self.filled is not None
+        tensor, version = self.filled
+        if tensor._version != version:
+            refuse_other_version(tensor.shape, tensor._version, version)
+        return tensor
 
 
 class _Input:
@@ -166,14 +165,14 @@ class Frame(Recorder):
 
     def _watch_what_is_left(self) -> None:
         """Know of edits of what outlives the call: hardly any of it, and to watch all is what short steps wait for."""
-        watched: dict[tuple[int, int], Version] = {}
+        watched: dict[tuple[int, int], tuple[torch.Tensor, Version]] = {}  # held, so that no identity is used again
         for place, reference in self._let_go_of_what_was_saved():
             held = reference()
             if held is not None:
                 key = id(held), place.expected
                 if key not in watched:
-                    watched[key] = Version(held, place.expected)
-                place.version = watched[key]
+                    watched[key] = held, Version(held, place.expected)
+                place.version = watched[key][1]
 
     def _let_go_of_what_was_saved(self) -> list[tuple[_Place, "weakref.ref[torch.Tensor]"]]:
         """The places that a graph has, and what was saved there: that is gone then, unless somebody else has it."""
@@ -227,9 +226,10 @@ class Frame(Recorder):
         if self._asked == self._half:
             # Not before: what takes most memory, in most blocks the end of them, is through by now.
             self._keep.bring_next()
-        if filled._version != place.edits:
-            place.values()  # which says so
-        return filled
+        tensor, version = filled
+        if tensor._version != version:
+            refuse_other_version(tensor.shape, tensor._version, version)
+        return tensor
 
     def _follow_here(self) -> None:
         """Have the current stream, which is not the replay's, use what was replayed: behind that, and in front of
@@ -241,7 +241,7 @@ class Frame(Recorder):
             if slab is not None:
                 slab.lend_on(self._stream())
 
-    def _fill(self, place: _Place) -> torch.Tensor:
+    def _fill(self, place: _Place) -> tuple[torch.Tensor, int]:
         """Fill all places, unless another thread of this backward has done so meanwhile."""
         backward = running_backward()
         self._follow_last_replay()
@@ -271,7 +271,7 @@ class Frame(Recorder):
         """Keep no memory of a window. Whoever asks for a weight again has the block replayed."""
         with self._lock:
             for place in self._left():
-                if place.filled is not None and storage_key(place.filled) in self._streamed:
+                if place.filled is not None and storage_key(place.filled[0]) in self._streamed:
                     place.filled = None
 
     def empty(self) -> None:
@@ -374,7 +374,7 @@ class _Filling(Recorder):
         elif self._shapes[index] != tensor.shape or self._dtypes[index] is not tensor.dtype:
             self._frame.refuse_difference()
         # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
-        place.filled, place.edits = tensor.detach(), tensor._version
+        place.filled = tensor.detach(), tensor._version
         self._filled = index + 1
         if index == self._last:
             raise _EnoughError
