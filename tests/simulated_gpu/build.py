@@ -1,4 +1,4 @@
-"""Compiles the simulated device, once for each version of its sources, of torch and of Python."""
+"""Compiles the simulated devices, once for each version of their sources, of torch and of Python."""
 
 import hashlib
 import importlib.metadata
@@ -23,10 +23,10 @@ class CannotSimulateError(Exception):
     """Something is missing here, or in the way. Says what, and the cure."""
 
 
-def built() -> Path:
-    """The library, which is compiled if that has not been done yet. It takes half a minute."""
+def built(kind: str = "computing") -> Path:
+    """The library of a kind of device, which is compiled if that has not been done yet. It takes half a minute."""
     torch = _torch()
-    library = FOLDER / f"{NAME}-{_fingerprint(torch)}.so"
+    library = FOLDER / f"{NAME}-{kind}-{_fingerprint(torch)}.so"
     if library.exists():
         return library
     compiler, headers = _compiler(), _headers()
@@ -34,7 +34,8 @@ def built() -> Path:
     # Under another name until it is whole: others may build it at the same time, and this one may be interrupted.
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         made = Path(scratch) / library.name
-        includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", f"-I{headers}"]
+        folders = [HERE, HERE / kind, torch / "include", torch / "include/torch/csrc/api/include", headers]
+        includes = [f"-I{folder}" for folder in folders]
         libraries = [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
         found_at = [f"-Wl,-rpath,{torch / 'lib'}"]
         command = [compiler, *FLAGS, *includes, str(HERE / "module.cpp"), "-o", str(made), *libraries, *found_at]
@@ -66,8 +67,8 @@ def _torch() -> Path:
 def _fingerprint(torch: Path) -> str:
     """Another one wherever another library would come out."""
     digest = hashlib.sha256()
-    for source in sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")]):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for source in sorted([*HERE.rglob("*.h"), *HERE.glob("*.cpp")]):
+        digest.update(str(source.relative_to(HERE)).encode() + b"\0" + source.read_bytes())
     digest.update("\0".join([str(torch), importlib.metadata.version("torch"), sys.version, *FLAGS]).encode())
     return digest.hexdigest()[:16]
 

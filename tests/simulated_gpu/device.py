@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,16 +35,46 @@ def delayed(longest: int) -> Iterator[None]:
         device.delay(longest_delay())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the timed device does in a second: an H200's figures, with kernels as fast as they mostly are."""
+
+    link: float = 55e9
+    """Bytes between host and device, in each direction."""
+    memory: float = 3.3e12
+    """Bytes that kernels read and write."""
+    products: float = 780e12
+    """Operations of matrix products in bf16."""
+    attention: float = 700e12
+    attention_backward: float = 650e12
+    launch: float = 2e-6
+    """Not a rate: what each kernel takes beside, in seconds."""
+
+    def times(self, factor: float) -> "Rates":
+        """Of a device that is so much faster: what a slow host is beside it can be seen."""
+        rates = {name: rate * factor for name, rate in asdict(self).items()}
+        return Rates(**{**rates, "launch": self.launch / factor})
+
+
 def install() -> None:
-    """Have it from now on, in this process."""
-    if is_installed():
-        return
+    """Have the device that computes from now on, in this process."""
+    if not is_installed():
+        _install("computing").delay(longest_delay())
+
+
+def install_timed(rates: Rates) -> None:
+    """Have the one that computes nothing, and takes its time."""
+    assert not is_installed(), "torch can have one of them"
+    _install("timed").set_rates(**asdict(rates))
+
+
+def _install(kind: str) -> Any:
     if "torch" in sys.modules:
         raise CannotSimulateError(
             "torch is imported already, and has asked which devices there are. The simulated one comes first: "
             "PYTHONPATH=src:tests python -m pytest -p simulated_gpu.plugin"
         )
-    library = str(built())
+    library = str(built(kind))
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # registers the device
     loader = importlib.machinery.ExtensionFileLoader(NAME, library)
     spec = importlib.util.spec_from_loader(NAME, loader)
@@ -53,8 +84,8 @@ def install() -> None:
     device = importlib.util.module_from_spec(spec)
     loader.exec_module(device)
     sys.modules[NAME] = device
-    device.delay(longest_delay())
     _show(torch, device)
+    return device
 
 
 def _show(torch: Any, device: ModuleType) -> None:

@@ -1,27 +1,20 @@
-// The device's memory, and host memory that is pinned for it. What nobody has written holds NaN, and what is freed holds
-// NaN again, from its stream's turn on: whoever reads it on another stream without waiting finds that.
+// The device's memory, and host memory that is pinned for it. What a block is made of, computing/ and timed/ say, each in
+// a blocks.h.
 #pragma once
 
+#include "blocks.h"
 #include "streams.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <vector>
 
 namespace simulated {
 
-constexpr size_t kTotal = size_t(8) << 30;  // taken of the host's, as it is used
 constexpr size_t kGranule = 512;            // as torch's allocator for CUDA
-
-// Larger blocks go back to the host, and come without NaN: tests with gigabytes would take minutes, or all the memory.
-constexpr size_t kKept = size_t(64) << 20;
-
-inline void poison(void* data, size_t nbytes) {
-  if (nbytes <= kKept) memset(data, 0xff, nbytes);  // a NaN of every floating-point dtype
-}
+constexpr size_t kKept = size_t(64) << 20;  // larger blocks go back to the host at once
 
 struct Block {
   void* data;
@@ -55,7 +48,7 @@ class Memory final : public c10::DeviceAllocator {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& [key, block] : unused_) {
       figures_.reserved -= block->nbytes;
-      free(block->data);
+      give_back(block->data, block->nbytes);
       delete block;
     }
     unused_.clear();
@@ -90,9 +83,9 @@ class Memory final : public c10::DeviceAllocator {
       unused_.erase(found);
       return block;
     }
-    void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, kGranule, nbytes) == 0, "the host has no memory for the simulated device");
-    poison(data, nbytes);
+    void* data = obtain(nbytes, kGranule);
+    TORCH_CHECK(data, "the host has no memory for the simulated device");
+    if (nbytes <= kKept) poison(data, nbytes);
     figures_.reserved += nbytes;
     return new Block{data, nbytes, current, {}};
   }
@@ -112,19 +105,7 @@ inline void Memory::drop(void* context) {
   if (!context) return;
   auto* block = static_cast<Block*>(context);
   bool is_kept = block->nbytes <= kKept;
-  std::vector<MarkPtr> last_uses;
-  for (auto stream : std::exchange(block->used_by, {})) last_uses.push_back(mark(stream));
-  bool now = queue(block->stream).idle() && !longest_delay;
-  for (auto& use : last_uses) now = now && use->passed();
-  Work clear = [data = block->data, nbytes = block->nbytes, is_kept, last_uses] {
-    for (auto& use : last_uses) use->wait();
-    poison(data, nbytes);
-    if (!is_kept) free(data);
-  };
-  if (now)
-    clear();
-  else
-    queue(block->stream).put(std::move(clear));
+  retire(block->data, block->nbytes, is_kept, block->stream, std::exchange(block->used_by, {}));
   auto& all = memory();
   std::lock_guard<std::mutex> lock(all.mutex_);
   all.figures_.allocated -= block->nbytes;

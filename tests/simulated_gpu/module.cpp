@@ -1,5 +1,7 @@
 // A CUDA device that is not there: memory, streams and events of the host's, under torch's name "cuda", for a torch that
-// is built without CUDA. It must be loaded before torch is imported, which asks once what there is.
+// is built without CUDA. It must be loaded before torch is imported, which asks once what there is. There are two: with
+// computing/ on the path of headers its streams are threads and its kernels the CPU's; with timed/ nothing is computed,
+// and all takes the time that it would take on hardware.
 #include "operators.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -7,11 +9,15 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
 namespace simulated {
+
+Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
+  Tensor to = target;
+  return copy_(to, self, non_blocking);
+}
 
 // What torch asks about CUDA.
 struct CUDAHooks final : at::CUDAHooksInterface {
@@ -51,7 +57,7 @@ namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<kFallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", simulated::empty);
@@ -72,21 +78,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("_reshape_alias", at::native::_reshape_alias);
 
-  m.impl("_scaled_dot_product_efficient_attention", attend);
-  m.impl("_scaled_dot_product_efficient_attention_backward", attend_backward);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("native_dropout", dropout);
-  m.impl("histc", simulated::histc);
-  // Those would look for cuDNN.
-  for (auto* name : {"convolution", "convolution_overrideable", "convolution_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  register_operators(m);
+  // Without a kernel the former would look for cuDNN, and the latter be put together of others, with memory for each.
+  for (auto* name : {"convolution", "convolution_overrideable", "convolution_backward", "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<kFallback>());
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Unlocked = py::call_guard<py::gil_scoped_release>;  // while others are waited for, who may need the interpreter
   c10::SetAllocator(c10::kCUDA, &memory(), 100);
-  m.def("delay", [](int microseconds) { longest_delay = microseconds; });
+  define(m);
   m.def("default_generator", [] { return default_generator(); });
   m.def("current_stream", [] { return current; });
   m.def("pin", [](uintptr_t address, size_t nbytes) { return pinned().add(address, nbytes); });
@@ -98,7 +99,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("max_memory_reserved", [] { return memory().figures().peak_reserved; });
   m.def("reset_peak_memory_stats", [] { memory().resetPeakStats(); });
   m.def("empty_cache", [] { memory().emptyCache(); }, Unlocked());
-  m.def("sleep", [](int64_t cycles) {  // of a clock with 1.7 GHz
-    queue(current).put([cycles] { std::this_thread::sleep_for(std::chrono::nanoseconds(cycles * 10 / 17)); });
-  });
+  m.def("sleep", [](int64_t cycles) { simulated::sleep(cycles / 1.7e9); });
 }

@@ -1,4 +1,4 @@
-// Tensors of the device: made, looked at by the CPU's kernels, copied, and given other memory.
+// Tensors of the device: made, shown, and given other memory. What copies them is a kernel, and a mode's own.
 #pragma once
 
 #include "memory.h"
@@ -6,8 +6,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_local_scalar_dense.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/empty_strided.h>
 
 namespace simulated {
 
@@ -23,31 +22,9 @@ inline Tensor over(c10::Storage storage, c10::DispatchKey key, const Tensor& sho
   return made;
 }
 
-// The device's memory as a tensor of the CPU's. It owns nothing: like a kernel, it knows an address.
-inline Tensor seen_by_cpu(const Tensor& tensor) {
-  if (!on_device(tensor)) return tensor;
-  TORCH_CHECK(tensor.has_storage(), "the simulated device has dense tensors only");
-  auto& theirs = tensor.storage();
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t(), theirs.nbytes(), c10::DataPtr(const_cast<void*>(theirs.data()), c10::kCPU),
-      /*allocator=*/nullptr, /*resizable=*/false);
-  auto made = over(std::move(storage), c10::DispatchKey::CPU, tensor);
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
-}
-
 // The device's tensor that shows of `base` what `shown`, a view of the same memory, does.
 inline Tensor view_of(const Tensor& base, const Tensor& shown) {
   return over(c10::Storage(base.storage()), c10::DispatchKey::CUDA, shown);
-}
-
-// What the CPU computed, as a tensor of the device: its values appear in the stream's turn.
-inline Tensor to_device(const Tensor& made) {
-  if (!made.defined()) return made;
-  Tensor result = at::detail::empty_strided_generic(
-      made.sizes(), made.strides(), &memory(), c10::DispatchKeySet(c10::DispatchKey::CUDA), made.scalar_type());
-  if (made.numel()) launch([to = seen_by_cpu(result), made]() mutable { to.copy_(made); });
-  return result;
 }
 
 inline Tensor empty(
@@ -64,8 +41,6 @@ inline Tensor empty_strided(
       size, stride, &memory(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
-// ---------------------------------------------------------------- copies
-
 // Whether a copy between host and device is left to the stream. Any other is made of parts that the host waits for.
 inline bool is_asynchronous(const Tensor& host, const Tensor& device, bool non_blocking) {
   bool alike = host.scalar_type() == device.scalar_type() && host.strides() == device.strides() &&
@@ -76,35 +51,12 @@ inline bool is_asynchronous(const Tensor& host, const Tensor& device, bool non_b
   return true;
 }
 
-inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
-  if (self.is_same(source) || self.numel() == 0) return self;
-  at::AutoDispatchBelowADInplaceOrView below;
-  auto expanded = source.expand(self.sizes());
-  auto from = seen_by_cpu(expanded), to = seen_by_cpu(self);
-  if (self.is_cuda() && source.is_cuda()) {
-    launch([to, from]() mutable { to.copy_(from); });
-    return self;
-  }
-  auto& host = self.is_cuda() ? from : to;
-  if (is_asynchronous(host, self.is_cuda() ? to : from, non_blocking)) {
-    // As the hardware, which knows addresses and holds nothing. Always by the stream's thread: meanwhile others compute.
-    host = at::from_blob(host.data_ptr(), host.sizes(), host.strides(), host.options());
-    queue(current).put([to, from]() mutable { to.copy_(from); });
-    return self;
-  }
-  synchronize(current);
-  to.copy_(from);
-  return self;
-}
-
-inline Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
-  Tensor to = target;
-  return copy_(to, self, non_blocking);
-}
-
-inline at::Scalar local_scalar(const Tensor& self) {
-  synchronize(current);
-  return at::_local_scalar_dense(seen_by_cpu(self));
+// What `tensor` is, without its values: what torch computes with it are shapes.
+inline Tensor without_values(const Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return made;
 }
 
 // ---------------------------------------------------------------- other memory
@@ -113,7 +65,7 @@ inline void make_room(c10::StorageImpl* storage, size_t nbytes) {
   size_t had = storage->nbytes();
   if (nbytes <= had) return;
   auto fresh = memory().allocate(nbytes);
-  if (had) launch([to = fresh.get(), from = storage->data(), had] { memcpy(to, from, had); });
+  if (had) copy_within(fresh.get(), storage->data(), had);
   storage->set_data_ptr_noswap(std::move(fresh));
   storage->set_nbytes(nbytes);
 }

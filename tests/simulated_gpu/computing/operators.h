@@ -8,6 +8,8 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/histc.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 namespace simulated {
 
@@ -82,6 +84,21 @@ inline Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, con
   synchronize(current);
   auto seen = seen_by_cpu(self);
   return to_device(at::histc(seen.to(at::kDouble), bins, low, high).to(seen.scalar_type()));
+}
+
+constexpr auto* kFallback = &run_on_cpu;
+
+inline void register_operators(torch::Library& m) {
+  m.impl("_scaled_dot_product_efficient_attention", attend);
+  m.impl("_scaled_dot_product_efficient_attention_backward", attend_backward);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("native_dropout", dropout);
+  m.impl("histc", simulated::histc);
+}
+
+inline void define(pybind11::module& m) {
+  m.def("delay", [](int microseconds) { longest_delay = microseconds; });
 }
 
 }  // namespace simulated

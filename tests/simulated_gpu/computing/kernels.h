@@ -4,12 +4,12 @@
 // the host goes on. What makes new tensors, or draws conclusions from values, is computed while the host waits.
 #pragma once
 
+#include "arguments.h"
+#include "copies.h"
 #include "random.h"
-#include "tensors.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <ATen/ops/empty_strided.h>
 
 #include <set>
 #include <string>
@@ -19,15 +19,6 @@ namespace simulated {
 // They take indices that are on the CPU, and bring them over themselves.
 const std::set<std::string> kTakeIndicesOfCpu = {
     "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"};
-
-inline bool is_written(const c10::Argument& argument) {
-  auto* alias = argument.alias_info();
-  if (!alias) return false;
-  if (alias->isWrite()) return true;
-  for (auto& inner : alias->containedTypes())
-    if (inner.isWrite()) return true;
-  return false;
-}
 
 // A call as it was made, and the same call with tensors of the CPU's.
 class Call {
@@ -56,18 +47,7 @@ class Call {
  private:
   at::IValue translate(const at::IValue& value, const c10::Argument& argument) {
     bool write = is_written(argument);
-    if (value.isTensor()) return seen(value.toTensor(), write);
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorList()) list.push_back(seen(tensor, write));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> list;
-      for (const std::optional<Tensor>& tensor : value.toOptionalTensorList())
-        list.push_back(tensor.has_value() ? std::make_optional(seen(*tensor, write)) : std::nullopt);
-      return list;
-    }
+    if (holds_tensors(value)) return with_each(value, [&](const Tensor& tensor) { return seen(tensor, write); });
     if (value.isDevice() && value.toDevice().is_cuda()) {
       makes_for_device_ = true;
       return c10::Device(c10::kCPU);
@@ -117,12 +97,6 @@ class Call {
     return true;
   }
 
-  static Tensor without_values(const Tensor& tensor) {
-    auto made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-    return made;
-  }
-
   void queue_up() {
     queue(current).put([op = op_, arguments = translated_]() mutable {
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
@@ -143,11 +117,7 @@ class Call {
   }
 
   at::IValue answer(const at::IValue& value) {
-    if (value.isTensor()) return answer(value.toTensor());
-    if (!value.isTensorList()) return value;
-    c10::List<Tensor> list;
-    for (const Tensor& tensor : value.toTensorList()) list.push_back(answer(tensor));
-    return list;
+    return with_each(value, [&](const Tensor& tensor) { return answer(tensor); });
   }
 
   Tensor answer(const Tensor& result) {
