@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import streamed
+from overspill import homes, streamed
 from overspill.errors import StateError
 from overspill.graph import onload
 from overspill.homes import DiskTensor, HostTensor
@@ -396,6 +396,25 @@ def test_values_read_while_parts_move_are_always_true(where: Where, model: Net, 
         crew.run([crew.add(read) for _ in range(2)])
     crew.run()
     assert_plain(model, twin)
+
+
+@pytest.mark.gpu
+def test_what_comes_back_while_it_is_detached_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(64, 64).to("cuda:0")
+    truth = model.weight.detach().cpu().clone()
+    overspill.offload(model, to="disk")
+    assert isinstance(model.weight, DiskTensor)
+    correct = homes.return_and_correct_aliasing
+
+    def meanwhile(*arguments: Any) -> Any:
+        overspill.restore(model)  # as another thread may
+        return correct(*arguments)
+
+    monkeypatch.setattr(homes, "return_and_correct_aliasing", meanwhile)
+    detached = model.weight.detach()
+    assert torch.equal(detached.clone().cpu(), truth)
+    assert torch.equal(model.weight.detach().cpu(), truth)
+    assert model.weight.device.type == "cuda"
 
 
 def test_threads_move_and_run_models_of_their_own(where: Where) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -137,7 +138,7 @@ class HostPages(mmap.mmap):
     def __del__(self) -> None:
         # Runs before mmap gives the pages back: registered memory must not be unmapped.
         if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            _unregister(self._registered)
             self._registered = 0
 
 
@@ -164,7 +165,7 @@ class PinnedRanges:
 
     def __del__(self) -> None:
         while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+            _unregister(self._registered.pop())
 
 
 def is_running(thread: threading.Thread) -> bool:
@@ -207,6 +208,11 @@ def _register(address: int, nbytes: int, device: torch.device) -> None:
             f"could not pin {nbytes} bytes of host memory for {device} (CUDA error {status}). "
             "Lower the 'cpu' budget in max_memory, or raise the locked-memory limit (ulimit -l)"
         )
+
+
+def _unregister(address: int) -> None:
+    if not sys.is_finalizing():  # torch may be half gone by then, and the process's pages go all at once
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def host_bytes(pages: mmap.mmap) -> torch.Tensor:

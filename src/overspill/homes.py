@@ -410,7 +410,11 @@ class DiskTensor(_Home, torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             # state_dict and .data go through detach: it stays lazy, and shares the values.
-            return return_and_correct_aliasing(func, tuple(args), dict(kwargs), cls(args[0]._overspill_values))
+            detached = cls(args[0]._overspill_values)
+            try:
+                return return_and_correct_aliasing(func, tuple(args), dict(kwargs), detached)
+            except RuntimeError:  # another thread has just made an ordinary tensor of it, on a device of its own
+                return detached
         if func is torch.ops.aten.clone.default and args[0]._overspill_values.memory is None:
             return args[0]._overspill_values.read()
         schema = func._schema
