@@ -126,7 +126,7 @@ def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """`function.apply`, which does nothing but ask about torch.func before it goes on here, for half of its time."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]  # torch has it in C
 
 
 def _how_many(homes: Sequence[torch.Tensor], together: int) -> int:
