@@ -231,7 +231,7 @@ class _Arena:
             return []
         streams = {number: stream for each in lent_on for number, stream in each.items()}
         streams.pop(self._stream(), None)
-        elsewhere = (record_event(self.device, stream) for stream in streams.values()) if streams else ()
+        elsewhere = [record_event(self.device, stream) for stream in streams.values()]
         return [here, *(mark for mark in elsewhere if mark is not None)]
 
     def _note_user(self) -> None:
