@@ -25,6 +25,7 @@ from overspill.homes import DiskTensor, HostTensor
 from overspill.host_link import Landing
 from overspill.mapping import MappedSlab
 from overspill.slab import Slab
+from overspill.stand_ins import take_back
 from overspill.store import Store
 from overspill.tensors import Place, TensorSpec
 from overspill.transfer import Fetch, Transfer
@@ -85,8 +86,7 @@ _Bound = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
 
 def _undo(bound: Iterable[_Bound]) -> None:
     for table, name, home, shown in bound:
-        if table.get(name) is shown:
-            table[name] = home
+        take_back(table, name, shown, home)
 
 
 class StreamedUnit:

@@ -448,7 +448,10 @@ ODD_PICKLES = {
     "an expanded tensor": ({"w": torch.ones(1).expand(5)}, "'w', which is not contiguous"),
     "a conjugated view": ({"w": torch.ones(2, dtype=torch.complex64).conj()}, "'w', which is a lazily conjugated"),
     "a negated view": ({"w": torch.ones(2, dtype=torch.complex64).conj().imag}, "'w', which is a lazily conjugated"),
-    "a sparse tensor": ({"w": torch.eye(3).to_sparse()}, "'w', which is of layout torch.sparse_coo"),
+    "a sparse tensor": (
+        {"w": torch.eye(3).to_sparse()},
+        "('w', which is of layout torch.sparse_coo|a kind of tensor that cannot be read in place)",
+    ),
     "a meta tensor": ({"w": torch.empty(3, device="meta")}, "holds no values for tensor 'w'"),
     "a number": ({"w": torch.ones(2), "step": 3}, "entry 'step' of type int"),
     "a dict within": ({"model": {"w": torch.ones(2)}}, "entry 'model' of type dict"),

@@ -113,6 +113,30 @@ def test_a_storage_that_was_edited_is_another_one(device: str) -> None:
         activations.unpack(before)
 
 
+def test_chunks_that_count_their_edits_one_by_one_leave_one_by_one(device: str) -> None:
+    activations = Activations(torch.device(device), SMALL)
+    whole = computed((8, 12), device)
+    chunks = whole.unsafe_chunk(3, 1)  # as in recurrent cells
+    expected, packed = [], []
+    for number, chunk in enumerate(chunks):
+        chunk.add_(number)  # the first edit of each
+        packed.append(activations.pack(chunk))
+        expected.append(chunk.clone())
+    del whole, chunks, chunk
+    for each, values in zip(packed, expected, strict=True):
+        assert torch.equal(activations.unpack(each), values)
+
+
+def test_a_view_beyond_what_it_is_a_view_of_leaves_whole(device: str) -> None:
+    activations = Activations(torch.device(device), SMALL)
+    part = computed((8, 64), device)[2:4].detach()
+    view = part.as_strided((6, 64), (64, 1), 64)
+    expected = view.clone()
+    packed = activations.pack(view)
+    del part, view
+    assert torch.equal(activations.unpack(packed), expected)
+
+
 def test_a_new_tensor_at_an_old_address_is_not_taken_for_the_old_one(device: str) -> None:
     activations = Activations(torch.device(device), SMALL)
     packed = []

@@ -130,6 +130,20 @@ def test_autocast(device: str, options: dict[str, Any]) -> None:
     compare(Net, device, options, backward)
 
 
+def test_autocast_of_blocks_that_run_twice(device: str, some_options: dict[str, Any]) -> None:
+    class Twice(Net):
+        def call(self, block: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().call(block, super().call(block, x, mask), mask)
+
+    def backward(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, cache_enabled=False):
+            loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    compare(Twice, device, some_options, backward)
+
+
 def test_tied_weights(device: str, options: dict[str, Any]) -> None:
     def tie(model: nn.Module) -> None:
         assert isinstance(model, Net)

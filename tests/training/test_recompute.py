@@ -15,7 +15,9 @@ from overspill.homes import DiskTensor
 from overspill.managed import managed
 from overspill.slab import Slab
 from overspill.training import recompute
-from overspill.training.recompute import Frame
+from overspill.training.buffers import BlockBuffers
+from overspill.training.inputs import EditedInputs
+from overspill.training.recompute import Effects, Frame
 from training.loops import Net, activations_of, batches, loss_of
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -226,7 +228,7 @@ def test_a_place_that_is_filled_anew_meanwhile_is_no_edit(device: str) -> None:
         def bring_next(self) -> None:
             place.filled = other, other._version
 
-    frame = Frame("block", nn.Identity(), (), {}, here, FillsAnew())
+    frame = Frame("block", nn.Identity(), (), {}, here, FillsAnew(), Effects(BlockBuffers(), EditedInputs()))
     place = frame._pack(first)
     frame.end()
     frame._half = 1

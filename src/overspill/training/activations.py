@@ -153,7 +153,7 @@ class Activations:
         self.file = SpillFile() if to_disk else None
         self.limits = limits or Limits.usual(device)
         self._links: dict[torch.device, HostLink] = {}
-        self._known: weakref.WeakValueDictionary[tuple[int, int, int], Stored] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[_Bytes, Stored] = weakref.WeakValueDictionary()
         self._order: list[weakref.ref[Stored]] = []  # of saving
         self._gone = 0  # places in front of those
         self._run_began = 0  # the place that the first of some blocks in a row began with
@@ -225,12 +225,14 @@ class Activations:
         storage = tensor.untyped_storage()
         start, end = _span(tensor)
         version = 0 if tensor.is_inference() else tensor._version
-        key = storage._cdata, storage.data_ptr(), version
+        # The chunks of torch.unsafe_chunk, which recurrent modules edit one by one, count their edits one by one.
+        counted = _span(tensor if tensor._base is None else tensor._base)
+        key = storage._cdata, storage.data_ptr(), version, *counted
         known = self._known.get(key)
         if known is not None and known.covers(start, end):
             return known
-        if (end - start) * _WHOLE >= storage.nbytes():
-            start, end = 0, storage.nbytes()
+        if (end - start) * _WHOLE >= counted[1] - counted[0]:
+            start, end = min(start, counted[0]), max(end, counted[1])
         start = start // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT  # kernels may round differently on another alignment
         held = view_over(storage, torch.uint8, start, (end - start,), (1,))
         stored = Stored(storage, start, held, self._link(tensor.device), self.file)
@@ -303,6 +305,10 @@ class Activations:
         unpack = partial(self.unpack, back_to=back_to)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, stays), unpack):
             yield
+
+
+_Bytes = tuple[int, int, int, int, int]
+"""Of a storage: its identity and address, the version of some of its bytes, and which those are, from and to."""
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

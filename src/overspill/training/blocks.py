@@ -17,9 +17,11 @@ from overspill.graph import SavedTensor, is_replaying
 from overspill.homes import DiskTensor, HostTensor
 from overspill.tensors import storage_key
 from overspill.training.activations import Activations
+from overspill.training.buffers import BlockBuffers
 from overspill.training.host_room import HostRoom
+from overspill.training.inputs import EditedInputs, Keeper
 from overspill.training.modes import Mode
-from overspill.training.recompute import Frame, Keeper
+from overspill.training.recompute import Effects, Frame
 from overspill.training.stored import Saved, end_unfinished
 from overspill.training.watching import Watch
 from overspill.units import cut, is_below
@@ -89,9 +91,12 @@ def set_modes(blocks: Sequence["Block"], modes: Sequence[Mode]) -> None:
 class Block:
     """One chosen block of a model."""
 
-    def __init__(self, name: str, module: nn.Module, activations: Activations, room: HostRoom) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, activations: Activations, room: HostRoom, inputs: EditedInputs
+    ) -> None:
         self.name, self.module, self.mode = name, module, Mode.KEEP
         self.activations, self.room = activations, room
+        self.effects = Effects(BlockBuffers(), inputs)
         self.watch: Watch | None = None  # while a step is being measured
         self.ends_forward = False  # no block behind it sends all that it saves
         self.follows_one_that_left = False
@@ -211,7 +216,16 @@ class BlockScope:
         if block.mode.recomputes:
             keep = block.keeper(weights)
             device, keeps = block.activations.device, block.keeps_attention
-            frame = Frame(block.name, block.module, args, kwargs, device, keep, keeps_attention=keeps)
+            frame = Frame(
+                block.name,
+                block.module,
+                args,
+                kwargs,
+                device,
+                keep,
+                block.effects,
+                keeps_attention=keeps,
+            )
             self._frame = frame
             if block.watch is not None:
                 activations = block.activations

@@ -21,6 +21,7 @@ from overspill.tensors import TensorGroup, tensor_groups
 from overspill.training.activations import Activations, Limits
 from overspill.training.blocks import Block, choose_blocks, find_blocks, set_modes
 from overspill.training.host_room import HostRoom
+from overspill.training.inputs import EditedInputs
 from overspill.training.measuring import Measurement
 from overspill.training.modes import Mode
 from overspill.training.optimizers import OptimizerWatch
@@ -117,7 +118,8 @@ def offload_for_training(
     watched = paths if memory is None else find_blocks(model)
     modules = {path: model.get_submodule(path) for path in watched}
     room = HostRoom(saved, modules)
-    blocks = [Block(path, module, saved, room) for path, module in modules.items()]
+    edited = {type(module): EditedInputs() for module in modules.values()}
+    blocks = [Block(path, module, saved, room, edited[type(module)]) for path, module in modules.items()]
     set_modes(blocks, [mode] * len(blocks))
     training = OffloadedTraining(model, blocks, double_buffering=double_buffering)
     if memory is not None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -29,27 +29,29 @@ from overspill.devices import (
     stream_numbers,
 )
 from overspill.errors import StateError
-from overspill.graph import Recorder, Replaying, Version, refuse_edited, refuse_other_version
+from overspill.graph import Recorder, Replaying, Version, is_replaying, refuse_edited, refuse_other_version
 from overspill.homes import edits_of
 from overspill.movement import taken_apart
 from overspill.slab import Slab
 from overspill.tensors import storage_key
 from overspill.training.attention import GiveAttention, KeepAttention
+from overspill.training.buffers import BlockBuffers, BufferVersion
+from overspill.training.inputs import EditedInputs, Input, Keeper
 from overspill.units import modules_below
 
 
-class Keeper(Protocol):
-    """Whoever looks after what a block needs for its replay."""
+class Effects(NamedTuple):
+    """What is known of what a block's calls do beside their results."""
 
-    def __call__(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Put a tensor aside, and return what gives it back."""
-
-    def bring_next(self) -> None:
-        """Backward is half-way through the block: soon another will need what was put aside before."""
+    buffers: BlockBuffers
+    inputs: EditedInputs
 
 
 class _EnoughError(BaseException):
     """All that backward needs has been computed: no error, and for nobody but us to catch."""
+
+
+_Version = Version | BufferVersion
 
 
 class _Place:
@@ -63,7 +65,7 @@ class _Place:
     """The version of that when it was saved."""
     filled: tuple[torch.Tensor, int] | None
     """What a replay saved there, with its version. Both at once: another backward may fill it anew at any time."""
-    version: Version | None
+    version: _Version | None
     """Of what was saved, where nobody else would notice an edit of that."""
 
     def values(self) -> torch.Tensor:
@@ -73,29 +75,6 @@ class _Place:
         if tensor._version != version:
             refuse_other_version(tensor.shape, tensor._version, version)
         return tensor
-
-
-class _Input:
-    """A tensor among a block's arguments."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._kept: Callable[[], torch.Tensor] = lambda: tensor
-        self._requires_grad = tensor.requires_grad
-        self._edits = None if tensor.is_inference() else tensor._version
-        self._edited: Version | None = None
-
-    def put_aside(self, keep: Keeper) -> None:
-        """The call has ended. Whoever keeps the tensor knows of edits from now on."""
-        tensor = self._kept()
-        if self._edits is not None and tensor._version != self._edits:
-            self._edited = Version(tensor, self._edits)
-        self._kept = keep(tensor)
-
-    def again(self) -> torch.Tensor:
-        if self._edited is not None:
-            self._edited.check()
-        values = self._kept().detach()
-        return values.requires_grad_() if self._requires_grad else values
 
 
 class Frame(Recorder):
@@ -109,26 +88,31 @@ class Frame(Recorder):
         kwargs: dict[str, Any],
         device: torch.device,
         keep: Keeper,
+        effects: Effects,
         *,
         keeps_attention: Callable[[int], bool] = lambda nbytes: False,
     ) -> None:
         self._name, self._module, self._keep, self._device = name, module, keep, device
         leaves: list[Any] = []
         self._rebuild = taken_apart((args, kwargs), leaves)
-        self._inputs: dict[int, _Input] = {}  # one that is there twice, once
+        self._inputs: dict[int, Input] = {}  # one that is there twice, once
         self.input_bytes = 0
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self._inputs.get(id(leaf))
                 if known is None:
-                    known = self._inputs[id(leaf)] = _Input(leaf)
+                    known = self._inputs[id(leaf)] = Input(leaf, index)
+                    if effects.inputs.may_edit(index):
+                        known.keep_as_it_is()
                 leaves[index] = known
                 self.input_bytes += leaf.nbytes
-        self._leaves = leaves
+        self._leaves, self._effects = leaves, effects
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
-        self._weights = _weights_of(module)
+        modules = modules_below(module)
+        self._weights = _weights_of(modules)
         self._edits = edits_of(self._weights)
+        self._buffers = effects.buffers.begin_call(modules)
         self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
         self._places: list[weakref.ref[_Place]] = []
         self._shapes: list[torch.Size] = []  # of what was saved, to know whether a replay saves the same
@@ -156,23 +140,35 @@ class Frame(Recorder):
         """It has been called."""
         if self._random is not None and not self._random.has_passed():
             self._random = None  # to go back and forth takes time, and a replay is what short steps wait for
+        if self._buffers is not None:
+            self._buffers.end_call()
         self._half = max(len(self._places) // 2, 1)
         self._watch_what_is_left()
         # Last, since backward needs them first: what is put aside comes back in the opposite order. A block that saved
         # nothing needs no inputs either.
-        for each in self._inputs.values() if self._places else ():
+        inputs = self._inputs.values()
+        self._effects.inputs.see(inputs)
+        for each in inputs if self._places else ():
             each.put_aside(self._keep)
 
     def _watch_what_is_left(self) -> None:
         """Know of edits of what outlives the call: hardly any of it, and to watch all is what short steps wait for."""
-        watched: dict[tuple[int, int], tuple[torch.Tensor, Version]] = {}  # held, so that no identity is used again
+        watched: dict[
+            tuple[int, int], tuple[torch.Tensor, _Version | None]
+        ] = {}  # held, so that no identity is used again
         for place, reference in self._let_go_of_what_was_saved():
             held = reference()
             if held is not None:
                 key = id(held), place.expected
                 if key not in watched:
-                    watched[key] = held, Version(held, place.expected)
+                    watched[key] = held, self._version_of(held, place.expected)
                 place.version = watched[key][1]
+
+    def _version_of(self, held: torch.Tensor, expected: int) -> _Version | None:
+        """What tells of edits. Of a streamed tensor, its home does. A replay begins with those of parameters."""
+        if storage_key(held) not in self._streamed:
+            return Version(held, expected)
+        return None if self._buffers is None else self._buffers.version_of(held)
 
     def _let_go_of_what_was_saved(self) -> list[tuple[_Place, "weakref.ref[torch.Tensor]"]]:
         """The places that a graph has, and what was saved there: that is gone then, unless somebody else has it."""
@@ -200,6 +196,8 @@ class Frame(Recorder):
             return False
         self._slabs = [weakref.ref(slab) for slab in slabs]
         self._streamed = frozenset(storage_key(slab.memory) for slab in slabs)
+        if self._buffers is not None and not is_replaying():
+            self._buffers.are_shown()
         return True
 
     def _pack(self, tensor: torch.Tensor) -> _Place:
@@ -289,7 +287,7 @@ class Frame(Recorder):
     def _replay(self) -> None:
         if edits_of(self._weights) != self._edits:
             refuse_edited(f"a weight of {self._name}, which is to be recomputed, was edited since its forward")
-        leaves = (leaf.again() if isinstance(leaf, _Input) else leaf for leaf in self._leaves)
+        leaves = (leaf.again() if isinstance(leaf, Input) else leaf for leaf in self._leaves)
         args, kwargs = self._rebuild(leaves)
         filling = _Filling(self, self._places, self._shapes, self._dtypes)
         self._replayed_on, self._replay_stream = self._stream(), current_stream(self._device)
@@ -298,6 +296,8 @@ class Frame(Recorder):
                 if self._random is not None:
                     stack.enter_context(self._random.again())
                 self._autocast.again(stack)
+                if self._buffers is not None:
+                    stack.enter_context(self._buffers.again(self._name, self._device))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _Place.values))
                 if self._attention is not None and self.kept_attention:
                     stack.enter_context(GiveAttention(self._attention.results))
@@ -323,14 +323,10 @@ def _no_frame() -> None:
     """This thread has replayed nothing yet."""
 
 
-def _weights_of(module: nn.Module) -> list[torch.Tensor]:
-    """Each parameter below `module`. One that is there twice is here twice."""
+def _weights_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Each parameter of these. One that is there twice is here twice."""
     return [
-        weight
-        for each in modules_below(module)
-        if each._parameters
-        for weight in each._parameters.values()
-        if weight is not None
+        weight for each in modules if each._parameters for weight in each._parameters.values() if weight is not None
     ]
 
 
