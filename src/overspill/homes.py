@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -76,7 +77,7 @@ _INERT = {
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
-    torch.autograd.grad,  # which is asked about a home, not about its values
+    torch.autograd.grad,  # of a home itself
 }
 
 # Functions that only read their weights but take views of them inside, which would look like views a user keeps.
@@ -121,6 +122,8 @@ class _Home:
         device: torch.device = getattr(_computing, "device", CPU)
         if func in _DEVICE_GETTERS and device != CPU:
             return _DEVICE_GETTERS[func](device)
+        if func is torch.autograd.grad and not _has_home(args[0]):
+            return _gradients(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _INERT or func in _DEVICE_GETTERS:
                 return func(*args, **kwargs)
@@ -135,6 +138,41 @@ class _Home:
                     if isinstance(leaf, _Home):
                         leaf.touched()
             return func(*args, **kwargs)
+
+
+def _gradients(
+    outputs: Any,
+    inputs: Sequence[Any],
+    *,
+    materialize_grads: bool = False,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    **options: Any,
+) -> Sequence[torch.Tensor | None]:
+    """`torch.autograd.grad`, with homes among the inputs.
+
+    Those are named by their edges. Else all of the backward would run within this function of theirs, where none acts
+    as a home: not in a checkpoint that is computed once more, either.
+    """
+    edges = [_edge(each) if _has_home(each) else each for each in inputs]
+    unused = materialize_grads if allow_unused is None else allow_unused
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+        outputs, edges, create_graph=create_graph, allow_unused=unused, **options
+    )
+    if not materialize_grads:
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(
+            torch.zeros_like(each, requires_grad=create_graph) if gradient is None else gradient
+            for gradient, each in zip(found, inputs, strict=True)
+        )
+
+
+def _edge(home: torch.Tensor) -> GradientEdge:
+    with torch._C.DisableTorchFunctionSubclass():
+        if not home.requires_grad:
+            raise RuntimeError("One of the differentiated Tensors does not require grad")
+        return get_gradient_edge(home)
 
 
 def _edits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -107,6 +107,7 @@ def _cuda(torch: Any, device: ModuleType) -> dict[str, object]:
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # else torch's checkpoint leaves random numbers alone
         "init": lambda: None,
         "_lazy_init": lambda: None,
         "device_count": lambda: 1,

@@ -258,6 +258,27 @@ def test_inputs_are_copied_only_where_they_are_edited(device: str, monkeypatch: 
         assert len(kept) == expected
 
 
+class _OnPurposeError(Exception):
+    """Raised by a test."""
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise _OnPurposeError
+
+
+@pytest.mark.parametrize("kind", [Inplace, Codebook])
+def test_a_first_call_that_fails_teaches_nothing(kind: type[nn.Module], device: str) -> None:
+    plain, ours = both(kind, device, weights=True)
+    for model in (plain, ours):
+        for block in list(model)[1:-1]:
+            failing = block.register_forward_pre_hook(_fail)
+            with pytest.raises(_OnPurposeError):
+                model(inputs(device))
+            failing.remove()
+        model(inputs(device)).square().mean().backward()
+    assert_equal(ours, plain)
+
+
 def test_an_input_that_is_edited_late_is_told_and_then_kept(device: str) -> None:
     plain, ours = both(Inplace, device, weights=True)
     for model in (plain, ours):

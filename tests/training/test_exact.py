@@ -264,6 +264,46 @@ def test_gradients_of_gradients(device: str, options: dict[str, Any]) -> None:
     compare(Net, device, options, backward)
 
 
+@pytest.mark.parametrize("weights", [True, "disk"])
+def test_gradients_of_weights_whose_block_checkpoints_a_part_of_itself(device: str, weights: bool | str) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Block()
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = checkpoint(self.part, x, mask, use_reentrant=False)
+            return output
+
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Nested() for _ in range(4))
+
+        def call(self, block: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = block(x, mask)
+            return output
+
+    reference, model = pair(Holding, device)
+    overspill.offload_training(model, activations=False, weights=weights)
+    found = []
+    for each in (reference, model):
+        torch.manual_seed(3)
+        wanted = [*each.blocks.parameters(), each.embed.weight]
+        loss = loss_of(each, next(iter_batches(device)))
+        some = torch.autograd.grad(loss, wanted, retain_graph=True)
+        named = torch.autograd.grad(loss, dict(enumerate(wanted)), retain_graph=True)
+        assert all(torch.equal(named[index], gradient) for index, gradient in enumerate(some))
+        unused = nn.Parameter(torch.ones(2, device=device))
+        *_, zeros = torch.autograd.grad(loss, [*wanted, unused], retain_graph=True, materialize_grads=True)
+        assert torch.equal(zeros, torch.zeros_like(unused))
+        wanted[0].requires_grad_(False)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            torch.autograd.grad(loss, wanted)
+        found.append([gradient.cpu() for gradient in some])
+    assert all(map(torch.equal, *found))
+
+
 def test_gradients_of_some_tensors_only(device: str, some_options: dict[str, Any]) -> None:
     reference, model = pair(Net, device)
     overspill.offload_training(model, **some_options)

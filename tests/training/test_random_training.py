@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
@@ -38,9 +40,10 @@ class Sequence:
     def __init__(self, seed: int, device: str) -> None:
         self.chance, self.device = random.Random(seed), device
         torch.manual_seed(seed)
-        net = RandomNet(self.chance).to(device)
-        while len(find_blocks(net)) < 2:  # too different from each other
-            net = RandomNet(self.chance).to(device)
+        self.shape = seed
+        while len(find_blocks(net := self.build())) < 2:  # too different from each other
+            self.shape += 10**10
+        net.to(device)
         for parameter in net.parameters():
             parameter.requires_grad_(parameter is net.embed.weight or self.chance.random() > 0.1)
         self.twin, self.model = net, aligned(copy.deepcopy(net))
@@ -63,10 +66,15 @@ class Sequence:
             self.freeze,
             self.evaluate,
             self.again,
+            self.save,
+            self.load_anew,
             self.autocast,
             self.clip,
             self.clear,
         ]
+
+    def build(self) -> RandomNet:
+        return RandomNet(random.Random(self.shape))
 
     def both(self, act: Callable[[nn.Module, Any], object]) -> None:
         """Do the same with both, and see whether the same came of it."""
@@ -96,6 +104,23 @@ class Sequence:
         return torch.randint(0, VOCAB, (BATCH, TOKENS + 1), generator=random_ids).to(self.device)
 
     def offload(self) -> None:
+        self.overlaps = self.chance.random() < 0.7  # beside backward, weights in files cannot be updated
+        if self.overlaps:
+            self.offload_training()
+        else:
+            self.offload_parts()
+        self.new_optimizers()
+
+    def offload_parts(self) -> None:
+        chance = self.chance
+        paths = [path for path, module in self.twin.named_modules() if path and any(True for _ in module.parameters())]
+        modules = None if chance.random() < 0.3 else chance.sample(paths, chance.randint(1, min(4, len(paths))))
+        to = "disk" if self.device == "cpu" else chance.choice(["cpu", "disk"])
+        options: dict[str, Any] = {"to": to, "modules": modules, "min_bytes": 0}
+        self.story.append(f"offload({options})")
+        overspill.offload(self.model, **options)
+
+    def offload_training(self) -> None:
         chance = self.chance
         while True:
             options: dict[str, Any] = {
@@ -110,9 +135,8 @@ class Sequence:
                 options = {**options, "layers": None, "recompute": False, "memory": "1GB"}
             if options["activations"] or options["weights"]:
                 break
-        self.story.append(f"offload({options})")
+        self.story.append(f"offload_training({options})")
         overspill.offload_training(self.model, **options)
-        self.new_optimizers()
 
     def new_optimizers(self) -> None:
         twins, ours = ([p for p in model.parameters() if p.requires_grad] for model in (self.twin, self.model))
@@ -134,12 +158,49 @@ class Sequence:
         self.compare(None, None)
         self.offload()
 
+    def save(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_to(folder)
+
+    def save_to(self, folder: str) -> None:
+        overspill.save(self.model, folder, progress=False)
+        stored = load_file(f"{folder}/model.safetensors")
+        state = self.twin.state_dict()
+        assert stored.keys() <= state.keys()
+        for name, values in stored.items():
+            same(state[name], values, f"{name} as it is stored")
+
+    def load_anew(self) -> None:
+        if self.has("Reassigning"):  # what its first forward makes, no skeleton has
+            return
+        budget = self.chance.choice([20_000, 30_000, 10**6])
+        mode = self.twin.training
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_to(folder)
+            with overspill.empty_weights():
+                self.model = self.build()
+            for mine, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+                mine.requires_grad_(theirs.requires_grad)
+            for mine, theirs in zip(self.model.modules(), self.twin.modules(), strict=True):
+                mine.training = theirs.training
+            here = 0 if self.device != "cpu" else "cpu"
+            plan = overspill.plan(self.model, {here: budget, "cpu": 10**7 if here == 0 else budget}, device=here)
+            overspill.load(self.model, folder, plan, progress=False)
+            self.twin.zero_grad()
+            self.overlaps = False
+            self.new_optimizers()
+            self.compare(None, None)
+            self.train()
+            overspill.restore(self.model)
+        assert self.twin.training == mode
+        self.offload()
+
     def train(self) -> None:
         ids = self.ids()
 
         def act(model: nn.Module, optimizer: Any) -> object:
             overlaps = self.chance.random() < 0.7 and isinstance(optimizer, overspill.HostAdamW)
-            overlaps &= not self.reentrant()  # gradients of those come one by one
+            overlaps &= self.overlaps and not self.reentrant()  # gradients of those come one by one
             loss = loss_of(model, ids)
             with optimizer.overlap() if overlaps else nullcontext():
                 backward(loss)
@@ -224,7 +285,7 @@ class Sequence:
         self.both(act)
 
     def uses_weights_again(self) -> bool:
-        """Whether a forward uses weights more than once, whose gradients may round in another way: see docs/train.md."""
+        """Whether a forward uses weights more than once: docs/train.md says which sums of gradients round otherwise."""
         return self.twin.twice >= 0 or self.twin.shares or self.twin.tied or self.has("Recurrent", "Spectral")
 
     def has(self, *kinds: str) -> bool:

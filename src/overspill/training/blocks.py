@@ -242,7 +242,7 @@ class BlockScope:
             self._recording.close()
         finally:
             if self._frame is not None:
-                self._frame.end()
+                self._frame.end(has_failed=output is None)
                 self._block.called(self._frame)
         if self._block.ends_forward and self._sent_before is not None:
             self._block.activations.end_forward()

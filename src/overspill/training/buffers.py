@@ -100,12 +100,12 @@ class Before:
             if shown is not None and shown is not entry.tensor:
                 self._shown[id(shown)] = entry
 
-    def end_call(self) -> None:
-        """The call has ended."""
+    def end_call(self, *, has_failed: bool) -> None:
+        """The call has ended. One that has failed may not have come as far as writing."""
         with torch._C.DisableTorchFunctionSubclass():
             self._written = {each.key for each in self._entries if each.is_other() or each.is_written_unseen()}
         self._buffers.written |= self._written
-        self._buffers.was_called = True
+        self._buffers.was_called |= not has_failed
         for entry in self._entries:
             if entry.copy is not None and entry.copy.nbytes > SMALL and entry.key not in self._buffers.written:
                 entry.copy = None

@@ -35,9 +35,9 @@ class EditedInputs:
         """Whether to keep a copy of the input at `index` before the call."""
         return not self._is_known or index in self._edited
 
-    def see(self, inputs: Collection["Input"]) -> None:
-        """A call with these has ended."""
-        self._is_known = True
+    def see(self, inputs: Collection["Input"], *, has_failed: bool) -> None:
+        """A call with these has ended. One that has failed may not have come as far as an edit."""
+        self._is_known |= not has_failed
         edited = [each for each in inputs if each.was_edited()]
         if edited:  # hardly ever, and short steps wait for what is done for each
             self._edited.update(each.index for each in edited)

@@ -136,18 +136,18 @@ class Frame(Recorder):
         if self._attention is not None:
             yield self._attention
 
-    def end(self) -> None:
+    def end(self, *, has_failed: bool = False) -> None:
         """It has been called."""
         if self._random is not None and not self._random.has_passed():
             self._random = None  # to go back and forth takes time, and a replay is what short steps wait for
         if self._buffers is not None:
-            self._buffers.end_call()
+            self._buffers.end_call(has_failed=has_failed)
         self._half = max(len(self._places) // 2, 1)
         self._watch_what_is_left()
         # Last, since backward needs them first: what is put aside comes back in the opposite order. A block that saved
         # nothing needs no inputs either.
         inputs = self._inputs.values()
-        self._effects.inputs.see(inputs)
+        self._effects.inputs.see(inputs, has_failed=has_failed)
         for each in inputs if self._places else ():
             each.put_aside(self._keep)
 
