@@ -181,8 +181,8 @@ class Sequence:
                 self.model = self.build()
             for mine, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
                 mine.requires_grad_(theirs.requires_grad)
-            for mine, theirs in zip(self.model.modules(), self.twin.modules(), strict=True):
-                mine.training = theirs.training
+            for module, other in zip(self.model.modules(), self.twin.modules(), strict=True):
+                module.training = other.training
             here = 0 if self.device != "cpu" else "cpu"
             plan = overspill.plan(self.model, {here: budget, "cpu": 10**7 if here == 0 else budget}, device=here)
             overspill.load(self.model, folder, plan, progress=False)
