@@ -77,6 +77,11 @@ class LiveResult(_Live):
     _is_param = True  # for whoever asks: its home is one
 
 
+def is_live(tensor: torch.Tensor) -> bool:
+    """Whether a module shows it in the place of a home for as long as a call lasts. Buffers are not told apart."""
+    return isinstance(tensor, _Live)
+
+
 _HERE_OR_HOME = (LiveResult, LiveParameter, HostTensor, DiskTensor)
 
 

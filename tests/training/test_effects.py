@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 import overspill
@@ -219,6 +220,65 @@ def test_two_threads_that_replay_one_block_wait_for_each_other() -> None:
         thread.join(60)
     assert not wrong
     assert table == {"seen": 0}
+
+
+# Tensors that are others for one call, or from then on.
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("kind", [Counting, Codebook])
+def test_weights_and_buffers_that_are_given_for_one_call(
+    kind: type[nn.Module], weights: bool | str, device: str
+) -> None:
+    found = []
+    for model in both(kind, device, weights):
+        if kind is Codebook:
+            for block in list(model)[1:-1]:
+                block.writes = False
+        model(inputs(device)).square().mean().backward()
+        given = {name: (p.detach().to(device) * 1.5).requires_grad_() for name, p in model.named_parameters()}
+        buffers_too = {name: b.detach().to(device) + 1 for name, b in model.named_buffers()}
+        functional_call(model, {**given, **buffers_too}, (inputs(device),)).square().mean().backward()
+        found.append([p.grad.cpu() for p in given.values()])
+        assert all(p is not given[name] for name, p in model.named_parameters())
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_step_within_a_step(weights: bool | str, device: str) -> None:
+    found = []
+    for model in both(Counting, device, weights):
+        named = dict(model.named_parameters())
+        loss = model(inputs(device)).square().mean()
+        gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+        stepped = {
+            name: p.to(device) - 0.5 * g.to(device) for (name, p), g in zip(named.items(), gradients, strict=True)
+        }
+        functional_call(model, stepped, (inputs(device) * 2,)).square().mean().backward()
+        found.append([p.grad.cpu() for p in named.values()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_weight_that_was_replaced_since_has_its_gradient(weights: bool | str, device: str) -> None:
+    found = []
+    for model in both(Counting, device, weights):
+        loss = model(inputs(device)).square().mean()
+        before = model[1].linear.weight
+        model[1].linear.weight = after = nn.Parameter(torch.zeros(WIDTH, WIDTH, device=device))
+        loss.backward()
+        assert model[1].linear.weight is after
+        assert after.grad is None
+        found.append([before.grad.cpu(), model[2].linear.weight.grad.cpu(), model[0].weight.grad.cpu()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_weight_that_is_gone_since_is_told(device: str) -> None:
+    _, ours = both(Counting, device, weights=True)
+    loss = ours(inputs(device)).square().mean()
+    ours[1].linear.bias = None
+    with pytest.raises(StateError, match="saved other tensors when it was recomputed"):
+        loss.backward()
 
 
 # Inputs.

@@ -66,9 +66,11 @@ class _Entry:
 
     def is_other(self) -> bool:
         """Whether it is not what it was when the call began."""
+        return self.module._buffers.get(self.name, NOTHING) is not self.tensor or self.was_edited()
+
+    def was_edited(self) -> bool:
+        """Whether the tensor itself is another by now."""
         tensor = self.tensor
-        if self.module._buffers.get(self.name, NOTHING) is not tensor:
-            return True
         return tensor is not None and not tensor.is_inference() and edits_of([tensor])[0] != self.edits
 
     def is_written_unseen(self) -> bool:
@@ -79,7 +81,7 @@ class _Entry:
         """What a replay has in its place."""
         tensor, copy = self.tensor, self.copy
         if tensor is None or copy is None:
-            return None
+            return tensor  # which has not changed
         where = device if isinstance(tensor, HostTensor | DiskTensor) else tensor.device
         return copy.to(where, copy=True).requires_grad_(tensor.requires_grad)
 
@@ -123,14 +125,17 @@ class Before:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             others = [entry for entry in self._entries if self._may_be_other(entry)]
             for entry in others:
-                if entry.tensor is not None and entry.copy is None:
+                if entry.copy is None and (self._is_written(entry) or entry.was_edited()):
                     self._refuse(block, entry)
             return StandIns(self._as_they_were(others, device))
 
     def _may_be_other(self, entry: _Entry) -> bool:
         if self._written is None:  # a block may compute gradients within itself
             return entry.copy is not None or entry.is_other()
-        return entry.key in self._written or entry.is_other()
+        return self._is_written(entry) or entry.is_other()
+
+    def _is_written(self, entry: _Entry) -> bool:
+        return entry.tensor is not None and self._written is not None and entry.key in self._written
 
     def _refuse(self, block: str, entry: _Entry) -> None:
         self._buffers.written.add(entry.key)

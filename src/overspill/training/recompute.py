@@ -11,8 +11,9 @@ window's memory, so it goes when the next block is replayed, at the latest.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -33,6 +34,8 @@ from overspill.graph import Recorder, Replaying, Version, is_replaying, refuse_e
 from overspill.homes import edits_of
 from overspill.movement import taken_apart
 from overspill.slab import Slab
+from overspill.stand_ins import StandIns
+from overspill.streamed import is_live
 from overspill.tensors import storage_key
 from overspill.training.attention import GiveAttention, KeepAttention
 from overspill.training.buffers import BlockBuffers, BufferVersion
@@ -110,7 +113,8 @@ class Frame(Recorder):
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
         modules = modules_below(module)
-        self._weights = _weights_of(modules)
+        self._tables = [each._parameters for each in modules if each._parameters]
+        self._weights = _weights_in(self._tables)
         self._edits = edits_of(self._weights)
         self._buffers = effects.buffers.begin_call(modules)
         self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
@@ -296,6 +300,7 @@ class Frame(Recorder):
                 if self._random is not None:
                     stack.enter_context(self._random.again())
                 self._autocast.again(stack)
+                stack.enter_context(self._weights_again())
                 if self._buffers is not None:
                     stack.enter_context(self._buffers.again(self._name, self._device))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _Place.values))
@@ -306,6 +311,21 @@ class Frame(Recorder):
             pass
         if not filling.is_done:
             self.refuse_difference()
+
+    def _weights_again(self) -> AbstractContextManager[None]:
+        """Within, the modules show the weights of the forward: for that call, or since, others may have been there."""
+        now = _weights_in(self._tables)
+        if len(now) != len(self._weights):
+            self.refuse_difference()
+        if all(map(is_, now, self._weights)):  # as nearly always
+            return nullcontext()
+        names = [(table, name) for table in self._tables for name in table if table[name] is not None]
+        # One that is live is shown for a call in another thread, in the place of the weight itself.
+        return StandIns(
+            (table, name, then)
+            for (table, name), then, shown in zip(names, self._weights, now, strict=True)
+            if then is not shown and not is_live(then) and not is_live(shown)
+        )
 
     def refuse_difference(self) -> NoReturn:
         """It did something else the second time."""
@@ -323,11 +343,12 @@ def _no_frame() -> None:
     """This thread has replayed nothing yet."""
 
 
-def _weights_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """Each parameter of these. One that is there twice is here twice."""
-    return [
-        weight for each in modules if each._parameters for weight in each._parameters.values() if weight is not None
-    ]
+_Table = dict[str, nn.Parameter | None]
+
+
+def _weights_in(tables: Sequence[_Table]) -> list[torch.Tensor]:
+    """Each parameter in these. One that is there twice is here twice."""
+    return [weight for table in tables for weight in table.values() if weight is not None]
 
 
 def _empty(reference: "weakref.ref[Frame]") -> None:
