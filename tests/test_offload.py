@@ -1786,6 +1786,23 @@ def test_copies_of_what_is_partly_restored_are_ordinary(
     assert_right(model, twin, x)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_copies_of_a_recurrent_unit_compute_with_their_own_weights(
+    copied: Callable[[nn.Module], nn.Module], where: Where
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RNN(8, 8)).to(where.device)
+    where.offload(model[1], min_bytes=0)  # which makes its state for copies itself
+    another = copied(model).to(where.device)
+    with torch.no_grad():
+        for weight in model[1].parameters():
+            weight.zero_()
+    with torch.backends.cudnn.flags(enabled=False):
+        output, _ = another(torch.randn(3, 2, 8, device=where.device))
+    assert output.any()
+    output.sum().backward()
+    assert all(weight.grad is not None for weight in another.parameters())
+
+
 def test_a_state_dict_can_be_saved_and_loaded(where: Where, model: Net, twin: Net, tmp_path: Path) -> None:
     where.offload(model, min_bytes=0)
     torch.save(model.state_dict(), tmp_path / "state.pt")

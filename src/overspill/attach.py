@@ -4,9 +4,9 @@ Note: where a call is intercepted. `nn.Module.__call__` runs `_compiled_call_imp
 `block.compile()` puts the compiled call. Standing there, we are outside the compiled region of each way to compile a
 block (`block.compile()`, `torch.compile(block)`, a compiled `block.forward`), inside activation checkpointing (which
 overrides `__call__`), and our `finally` also runs on KeyboardInterrupt, which forward hooks do not see. Copies and
-pickles of a module drop that attribute by themselves. A compiler that traces the model around the block goes straight
-to the block's forward unless the block has hooks: an empty one makes it call the block as everyone does, meet us, and
-break its graph there. `__reduce_ex__`, which pickle and copy look up on the instance, leaves that out of copies.
+pickles of most modules drop that attribute by themselves. A compiler that traces the model around the block goes
+straight to the block's forward unless the block has hooks: an empty one makes it call the block as everyone does, meet
+us, and break its graph there. `__reduce_ex__`, which pickle and copy look up on the instance, leaves both out.
 """
 
 import sys
@@ -262,6 +262,7 @@ def _left(scopes: list[Scope], output: Any) -> Any:
 
 
 _OWNER = "overspill_interception"
+_CALL: Final = "_compiled_call_impl"
 
 
 def _owner(call: Call | None) -> Interception | None:
@@ -312,6 +313,8 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
     if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced  # a class that does it in its own way
     state = {name: value for name, value in reduced[2].items() if name not in _OURS and not isinstance(value, Added)}
+    if _owner(state.get(_CALL)) is not None:  # recurrent modules make their state themselves, with all they have in it
+        del state[_CALL]
     hooks = state.get("_forward_pre_hooks", {})
     state["_forward_pre_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if hook is not _empty_hook)
     return (*reduced[:2], state, *reduced[3:])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 import overspill
@@ -57,6 +58,10 @@ class Sequence:
             self.twice_through_a_graph,
             self.gradients_alone,
             self.gradients_of_gradients,
+            self.weights_for_a_call,
+            self.hooks,
+            self.offloaded_besides,
+            self.copy,
             self.no_gradients,
             self.forward_alone,
             self.fail_in_forward,
@@ -282,7 +287,22 @@ class Sequence:
                 torch.stack(squares).sum().backward()
             return loss.detach()
 
-        self.both(act)
+        if self.device == "cpu":
+            self.both(act)
+        else:
+            self.nearly(act)
+
+    def nearly(self, act: Callable[[nn.Module, Any], object]) -> None:
+        """Do the same with both, where autograd adds up gradients from the threads of two devices as they come."""
+        seed, gradients = self.chance.randrange(2**31), []
+        for model, optimizer in ((self.twin, self.twin_optimizer), (self.model, self.optimizer)):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            act(model, optimizer)
+            gradients.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
+            model.zero_grad()
+        for theirs, mine in zip(*gradients, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
     def uses_weights_again(self) -> bool:
         """Whether a forward uses weights more than once: docs/train.md says which sums of gradients round otherwise."""
@@ -293,6 +313,77 @@ class Sequence:
 
     def reentrant(self) -> bool:
         return any(getattr(module, "_reentrant", False) for module in self.twin.modules())
+
+    def weights_for_a_call(self) -> None:
+        ids, factor = self.ids(), self.chance.choice([0.5, 2.0])
+
+        def act(model: nn.Module, optimizer: Any) -> object:
+            given = {name: (p.detach().to(self.device) * factor) for name, p in model.named_parameters()}
+            given = {name: p.requires_grad_() for name, p in given.items() if self.chance.random() < 0.5}
+            logits = functional_call(model, given, (ids[:, :-1],))
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+            if not self.reentrant():
+                backward(loss)
+            return [loss.detach(), *(p.grad for p in given.values())]
+
+        # torch's own checkpoint does not know of them when it computes once more.
+        if not self.uses_weights_again() and not self.has("Nested"):
+            self.both(act)
+
+    def hooks(self) -> None:
+        ids, factor = self.ids(), self.chance.choice([0.5, 2.0])
+
+        def act(model: nn.Module, optimizer: Any) -> object:
+            of_weights: list[torch.Tensor] = []
+            seen: list[torch.Tensor] = []
+
+            def weight_hook(gradient: torch.Tensor) -> torch.Tensor:
+                of_weights.append(gradient.detach().cpu().clone())
+                return gradient * factor
+
+            def module_hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+                seen.extend(gradient.detach().clone() for gradient in outputs if gradient is not None)
+
+            def output_hook(module: nn.Module, args: object, output: Any) -> None:
+                tensor = output[0] if isinstance(output, tuple) else output
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: gradient * factor)
+
+            trained = [p for p in model.parameters() if p.requires_grad]
+            block = self.chance.choice(list(model.blocks))
+            handles = [self.chance.choice(trained).register_hook(weight_hook)]
+            handles.append(block.register_forward_hook(output_hook))
+            if not self.has("Editing", "Passing"):  # such a hook gives modules views of their inputs
+                handles.append(block.register_full_backward_hook(module_hook))
+            backward(loss_of(model, ids))
+            for handle in handles:
+                handle.remove()
+            return [*of_weights, *seen]
+
+        self.both(act)
+
+    def offloaded_besides(self) -> None:
+        ids, to = self.ids(), self.chance.choice(["cpu", "disk"])
+
+        def act(model: nn.Module, optimizer: Any) -> object:
+            away = overspill.offload_activations(to=to, min_bytes=0)
+            with away if model is self.model else nullcontext():
+                loss = loss_of(model, ids)
+            backward(loss)
+            return loss.detach()
+
+        self.both(act)
+
+    def copy(self) -> None:
+        ids = self.ids()
+        results = []
+        for model in (self.twin, self.model):
+            torch.manual_seed(0)
+            another = copy.deepcopy(model).to(self.device)
+            loss = loss_of(aligned(another), ids)
+            backward(loss)
+            results.append([loss.detach(), *(p.grad for p in another.parameters())])
+        self.compare(*results)
 
     def no_gradients(self) -> None:
         ids, modes = self.ids(), [torch.no_grad, torch.inference_mode]
