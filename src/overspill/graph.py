@@ -163,7 +163,8 @@ class Version:
         self._counter: torch.Tensor | None = None
         if not tensor.is_inference():  # those have no version, and cannot be edited
             self._counter = tensor.detach()
-            self._counter.data = _nothing(tensor.device)
+            if tensor.layout is torch.strided:  # others cannot be emptied
+                self._counter.data = _nothing(tensor.device)
             self._expected = tensor._version if expected is None else expected
 
     def check(self) -> None:

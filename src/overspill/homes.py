@@ -269,6 +269,11 @@ class HostParameter(HostTensor, nn.Parameter):
     __reduce_ex__ = HostTensor.__reduce_ex__  # not Parameter's
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is, home or not, an ordinary tensor, of which anything can be done: a copy above all."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+
+
 def edits_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """How often each of some tensors, which may be homes, was edited so far."""
     with torch._C.DisableTorchFunctionSubclass():  # a home's own way to its version is long
@@ -500,3 +505,6 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
         return tensor._overspill_values.read()
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, HostTensor, HostParameter, DiskTensor)

@@ -1,4 +1,4 @@
-"""A streamed unit and its states, HOME -> FETCHING -> LIVE. The only file that writes `_parameters`.
+"""A streamed unit and its states, HOME -> FETCHING -> LIVE. With stand_ins.py, the only file to write `_parameters`.
 
 Note: states and what they cost on the compute device.
   HOME      nothing. The modules show the homes.

@@ -157,6 +157,31 @@ def test_whoever_looks_at_a_model_between_forward_and_backward_edits_nothing(
     assert_equal(ours, plain)
 
 
+class Odd(nn.Module):
+    """Buffers and inputs of kinds that nobody can copy for sure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("graph", torch.eye(WIDTH).to_sparse() * 2, persistent=False)
+
+    def forward(self, x: torch.Tensor, also: torch.Tensor) -> torch.Tensor:
+        return x + torch.sparse.mm(self.graph, self.linear(x).flatten(0, 1).t()).t().view_as(x) + also.to_dense().sum()
+
+
+def test_a_sparse_buffer_and_a_sparse_input() -> None:
+    plain, ours = (nn.ModuleList(Odd() for _ in range(2)) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    overspill.offload_training(ours, layers=["0", "1"], recompute=True)
+    for blocks in (plain, ours):
+        x = inputs("cpu")
+        for block in blocks:
+            x = block(x, torch.eye(2).to_sparse())
+        x.square().mean().backward()
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 def test_a_large_buffer_is_copied_only_where_it_is_written(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
     of = buffers._Entry.of

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from overspill.errors import StateError
 from overspill.graph import refuse_edited
-from overspill.homes import DiskTensor, HostTensor, edits_of, ordinary
+from overspill.homes import DiskTensor, HostTensor, edits_of, is_plain, ordinary
 from overspill.stand_ins import NOTHING, StandIns
 
 SMALL: Final = 1 << 16
@@ -57,8 +57,11 @@ class _Entry:
         tensor = module._buffers[name]
         if tensor is None or tensor.is_inference():  # the latter cannot be edited
             return cls(module, name, tensor, 0, tensor)
+        edits = edits_of([tensor])[0]
+        if not is_plain(tensor):
+            return cls(module, name, tensor, edits, None)
         is_copied = tensor.nbytes <= SMALL or not buffers.was_called or (id(module), name) in buffers.written
-        return cls(module, name, tensor, edits_of([tensor])[0], ordinary(tensor).clone() if is_copied else None)
+        return cls(module, name, tensor, edits, ordinary(tensor).clone() if is_copied else None)
 
     @property
     def key(self) -> _Key:

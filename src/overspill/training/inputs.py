@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from overspill.errors import StateError
+from overspill.homes import is_plain
 from overspill.tensors import storage_key
 
 
@@ -62,7 +63,7 @@ class Input:
 
     def keep_as_it_is(self) -> None:
         """The call may edit it."""
-        if self._tensor is not None and self._edits is not None:
+        if self._tensor is not None and self._edits is not None and is_plain(self._tensor):
             self._before = self._tensor.detach().clone()
 
     def was_edited(self) -> bool:

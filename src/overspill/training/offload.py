@@ -161,13 +161,13 @@ _MODES = {
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where a model computes: where most of it is."""
-    sizes: dict[torch.device, int] = {}
+    sizes: dict[torch.device, int] = {}  # in elements: sparse tensors do not tell their bytes
     for group in tensor_groups(model).values():
         if group.tensor.is_meta:
             raise StateError(
                 f"{group.name} is on the meta device, without values. Load the model first: overspill.load"
             )
-        sizes[group.tensor.device] = sizes.get(group.tensor.device, 0) + group.tensor.nbytes
+        sizes[group.tensor.device] = sizes.get(group.tensor.device, 0) + group.tensor.numel()
     return max(sizes, key=lambda device: sizes[device], default=CPU)
 
 

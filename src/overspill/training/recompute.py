@@ -108,7 +108,7 @@ class Frame(Recorder):
                     if effects.inputs.may_edit(index):
                         known.keep_as_it_is()
                 leaves[index] = known
-                self.input_bytes += leaf.nbytes
+                self.input_bytes += leaf.nbytes if leaf.layout is torch.strided else 0
         self._leaves, self._effects = leaves, effects
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
