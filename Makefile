@@ -21,7 +21,7 @@ TESTS_ARE_LOOSE := $(addprefix --disable-error-code ,union-attr operator index a
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test lint unit-test gpu-test simulated-gpu-test soak gpu-soak coverage mutants bench stamp format install clean
+.PHONY: help demo docs test lint unit-test gpu-test simulated-gpu-test other-test soak gpu-soak coverage mutants bench stamp format install clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,15 @@ gpu-test: ## the tests that need a CUDA device; fails where there is none
 simulated-gpu-test: $(INSTALLED) ## the tests that need a CUDA device, on one that is simulated
 	PYTHONPATH=src:tests $(BIN)/python -m pytest -p simulated_gpu.plugin -n $(WORKERS) --dist worksteal --timeout 300 \
 		-m "gpu and not soak" tests $(PYTEST_ARGS)
+
+# Everything but torch as in constraints.txt; setuptools comes as that torch wants it.
+other-test: OTHER = .venv-$(TORCH)
+other-test: ## the tests that need no GPU on another torch: TORCH=2.11.0, with PYTHON=python3.13 on another Python
+	@test -n "$(TORCH)" || { echo "Say which torch: make other-test TORCH=2.11.0"; exit 1; }
+	$(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|setuptools)==' constraints.txt >$(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) -e '.[test]'
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist worksteal --timeout 300 $(PYTEST_ARGS)
 
 # Some of these last for ten minutes: a dump of their threads meanwhile, which they run on under, can end the process.
 SOAKING := -o faulthandler_timeout=1500
@@ -97,5 +106,5 @@ $(DEMO_MODEL): | $(INSTALLED)
 	@$(BIN)/python examples/smollm2.py $@
 
 clean: ## remove what make made
-	rm -rf $(VENV) .demo .simulated_gpu bench-results .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(VENV)-* .demo .simulated_gpu bench-results .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage*
 	find $(CODE) -type d -name __pycache__ -prune -exec rm -rf {} +
