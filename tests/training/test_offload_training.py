@@ -188,14 +188,15 @@ def test_with_one_buffer_the_gradients_of_one_block_are_on_their_way_at_most() -
         assert manager is not None
         (transfer,) = manager.transfers.values()
         x = torch.randn(8, 2048, device="cuda:0")
-        for _ in range(3):
+        for turn in range(3):
             model.zero_grad()
             loss = model(x).square().mean()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             with on_stream(transfer.host_link._departures):
-                torch.cuda._sleep(200_000_000)  # a tenth of a second: the host goes on as far as it may
+                # A second, in which the host goes on as far as it may: that is long also for one that is busy.
+                torch.cuda._sleep(2_000_000_000 if turn == 2 else 1)
             loss.backward()
         peaks[double_buffering] = torch.cuda.max_memory_allocated() - before
         overspill.restore(model, device="cpu")
