@@ -146,7 +146,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-            self.mean.lerp_(x.detach().float().mean((0, 1)), 0.5)
+            self.mean.lerp_(x.detach().to(self.mean.dtype).mean((0, 1)), 0.5)
         return x + self.linear(x - self.mean.clone())
 
 

@@ -64,11 +64,13 @@ class Inplace(nn.Module):
         return y if other is None else y + torch.tanh(self.linear(other))
 
 
-def both(kind: Callable[[], nn.Module], device: str, weights: bool | str) -> tuple[nn.Sequential, nn.Sequential]:
+def both(
+    kind: Callable[[], nn.Module], device: str, weights: bool | str, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Sequential, nn.Sequential]:
     """A model of such blocks, and the same with the first ones recomputed."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(kind() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
-    aligned(plain.to(device))
+    aligned(plain.to(device, dtype))
     ours = copy.deepcopy(plain)
     aligned(ours)
     overspill.offload_training(ours, layers=["1", "2", "3"], recompute=True, weights=weights)
@@ -272,16 +274,18 @@ def test_weights_and_buffers_that_are_given_for_one_call(
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_within_a_step(weights: bool | str, device: str) -> None:
     found = []
-    for model in both(Counting, device, weights):
+    for model in both(Counting, device, weights, torch.float64):
         named = dict(model.named_parameters())
-        loss = model(inputs(device)).square().mean()
+        loss = model(inputs(device).double()).square().mean()
         gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
         stepped = {
             name: p.to(device) - 0.5 * g.to(device) for (name, p), g in zip(named.items(), gradients, strict=True)
         }
-        functional_call(model, stepped, (inputs(device) * 2,)).square().mean().backward()
+        functional_call(model, stepped, (inputs(device).double() * 2,)).square().mean().backward()
         found.append([p.grad.cpu() for p in named.values()])
-    assert all(map(torch.equal, *found))
+    for mine, theirs in zip(*found, strict=True):
+        # On a GPU autograd adds up what reaches a weight at home from two threads, as it comes: docs/train.md.
+        assert torch.equal(mine, theirs) if device == "cpu" else torch.allclose(mine, theirs, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
