@@ -480,4 +480,8 @@ def storage_users(storage: torch.UntypedStorage) -> int:
 
 def users_counter(storage: torch.UntypedStorage) -> Callable[[], int]:
     """What tells that each time it is called, while `storage` lives. It costs next to nothing."""
-    return functools.partial(torch._C._storage_Use_Count, storage._cdata)
+    return functools.partial(storage_use_count, storage._cdata)
+
+
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""The same for a storage that is named by its `_cdata`."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.reader import RangeReader
 from overspill.config import HOST_ALIGNMENT, align
-from overspill.devices import CPU, buffer_of, users_counter
+from overspill.devices import CPU, buffer_of, storage_use_count, users_counter
 from overspill.errors import StateError
 from overspill.tensors import TensorSpec
 
@@ -222,21 +222,44 @@ class HostSlot:
         self._unshared = self._users()  # nobody outside holds an alias yet
 
     def stamp(self, home: torch.Tensor) -> object:
-        """Equal to an earlier stamp only if nobody can have changed the values since."""
-        return stamps((self,), (home,))[0]
+        """Equal to an earlier stamp only if nobody can have changed the values since. `home`, or its plain values."""
+        if self.is_shared() or home.data_ptr() != self._address:
+            return object()
+        return self.uses, home._version
+
+    def is_shared(self) -> bool:
+        """Whether an alias of the home is alive somewhere: it may be written through at any time, unseen."""
+        return self._users() > self._unshared
 
 
-def stamps(slots: Iterable[HostSlot], homes: Iterable[torch.Tensor]) -> list[object]:
-    """The stamps of some host homes, or of their plain values. Asked for several times a call, so in one go."""
-    return [
-        (slot.uses, home._version) if slot._users() <= slot._unshared and home.data_ptr() == slot._address else object()
-        for slot, home in zip(slots, homes, strict=True)
-    ]
+class HostSlots:
+    """The slots of a unit's homes, asked in one go: that is done several times a call, and short steps wait for it."""
 
+    def __init__(self) -> None:
+        self._slots: list[HostSlot] = []
+        self._storages: list[int] = []
+        self._unshared: list[int] = []
+        self._addresses: list[int] = []
 
-def any_shared(slots: Iterable[HostSlot]) -> bool:
-    """Whether an alias of a home is alive somewhere: it may be written through at any time, unseen."""
-    return any(slot._users() > slot._unshared for slot in slots)
+    def add(self, slot: HostSlot) -> None:
+        """One more."""
+        self._slots.append(slot)
+        self._storages.append(slot._storage._cdata)
+        self._unshared.append(slot._unshared)
+        self._addresses.append(slot._address)
+
+    def stamps(self, homes: Sequence[torch.Tensor]) -> list[object]:
+        """The stamp of each."""
+        if self._may_be_shared() or [home.data_ptr() for home in homes] != self._addresses:
+            return [slot.stamp(home) for slot, home in zip(self._slots, homes, strict=True)]
+        return [(slot.uses, home._version) for slot, home in zip(self._slots, homes, strict=True)]
+
+    def any_shared(self) -> bool:
+        """Whether one of them is."""
+        return self._may_be_shared() and any(slot.is_shared() for slot in self._slots)
+
+    def _may_be_shared(self) -> bool:
+        return list(map(storage_use_count, self._storages)) != self._unshared
 
 
 class HostTensor(_Home, torch.Tensor):

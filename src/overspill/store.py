@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from overspill.checkpoint.index import FileSpan, SourceFile
 from overspill.checkpoint.reader import FileReader, RangeReader
 from overspill.devices import ALONE_ON_ITS_PAGES, CPU, HostPages, PinnedRanges, host_bytes, touch
-from overspill.homes import DiskValues, HostSlot, HostTensor, any_shared, disk_home, host_home, stamps
+from overspill.homes import DiskValues, HostSlot, HostSlots, HostTensor, disk_home, host_home
 from overspill.mapping import MappedSlab, Mapping
 from overspill.rehoming import turn_into_disk_home, turn_into_host_home
 from overspill.slab import Layout, Slab
@@ -78,7 +78,7 @@ class HostStore:
         self._elements = elements  # of each tensor, flat; with a storage that nothing else is in
         self._copies = copies  # what brings all of it to a slab: offsets there, and bytes
         self._memory = memory  # what the elements lie in: it lives, and is pinned, as long as this
-        self._slots: list[HostSlot] = []
+        self._slots = HostSlots()
         self._in_flight: Fetch | None = None
 
     @classmethod
@@ -126,7 +126,7 @@ class HostStore:
     def move_in(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let `tensors`, the objects themselves, have their values in this memory from now on."""
         for index, tensor in enumerate(tensors):
-            self._slots.append(turn_into_host_home(tensor, partial(self._shaped, index), self.settle))
+            self._slots.add(turn_into_host_home(tensor, partial(self._shaped, index), self.settle))
             self.homes.append(tensor)
 
     def _shaped(self, index: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ class HostStore:
         for home in self.homes:
             slot = HostSlot(home, self.settle)
             cast(HostTensor, home)._overspill_slot = slot
-            self._slots.append(slot)
+            self._slots.add(slot)
 
     def files(self) -> set[SourceFile]:
         return set()
@@ -171,7 +171,7 @@ class HostStore:
     def is_read_by(self, fetch: Fetch) -> None:
         """Have whoever edits the memory wait for `fetch`."""
         self._in_flight = fetch
-        if any_shared(self._slots):
+        if self._slots.any_shared():
             # Someone holds an alias, and may write through it as soon as this returns.
             self.settle()
 
@@ -180,7 +180,7 @@ class HostStore:
 
     def stamps(self) -> list[object]:
         with torch._C.DisableTorchFunctionSubclass():
-            return stamps(self._slots, self.homes)
+            return self._slots.stamps(self.homes)
 
     def refresh(self, index: int, live: torch.Tensor) -> None:
         live.copy_(_plain(self.homes[index]))

@@ -83,6 +83,7 @@ def is_live(tensor: torch.Tensor) -> bool:
 
 
 _HERE_OR_HOME = (LiveResult, LiveParameter, HostTensor, DiskTensor)
+_OURS = {LiveResult, LiveParameter, type(None)}
 
 
 _Bound = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
@@ -113,6 +114,9 @@ class StreamedUnit:
         everywhere = [place for shared in places for place in shared]
         self._written_unseen = [place for place in everywhere if isinstance(place.module, _NormBase)]
         self._recurrent = [place.module for place in everywhere if isinstance(place.module, nn.RNNBase)]
+        self._everywhere = [
+            (place.module, place.name, index) for index, shared in enumerate(places) for place in shared
+        ]
         self._live: list[torch.Tensor] = []
         self._parameters: dict[int, LiveParameter] = {}  # the same tensors, to be shown as what their homes are
         self._results: dict[int, LiveResult] = {}  # … and as results of them, while they are shown so
@@ -267,13 +271,15 @@ class StreamedUnit:
         # One in the place of the other: calls of other threads are under way, and must not see a home in between.
         before, self._bound = {id(bound[3]) for bound in self._bound}, []
         self._bound_with_grad = with_grad
-        for places, home, live in zip(self._places, self.store.homes, shown, strict=True):
-            for place in places:
-                table, name = table_of(place), place.name
-                current = table.get(name)
-                if current is home or id(current) in before:  # else the user put another there: that is the truth now
-                    table[name] = live
-                    self._bound.append((table, name, home, live))
+        homes = self.store.homes
+        for module, name, index in self._everywhere:
+            table: dict[str, Any] = module._parameters
+            if name not in table:
+                table = module._buffers
+            current, home = table.get(name), homes[index]
+            if current is home or id(current) in before:  # else the user put another there: that is the truth now
+                table[name] = shown[index]
+                self._bound.append((table, name, home, shown[index]))
         self._refresh_flat_weights()
         if not self._strays:
             self._bind_strays(root)
@@ -322,16 +328,19 @@ class StreamedUnit:
         if self.device.type == "cpu":
             return
         for module in modules_below(root):
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in filter(None, tables):
-                for name, tensor in table.items():
-                    # A home is no stray, wherever it says it is: outside of a call of the model that is the CPU.
-                    if tensor is None or isinstance(tensor, _HERE_OR_HOME):
-                        continue
-                    if tensor.device != self.device:
-                        moved = tensor.to(self.device)
-                        table[name] = moved
-                        self._strays.append(((table, name, tensor, moved), moved._version))
+            # Looked through in each call, and short steps wait for it: nearly always all is here, or none is there.
+            if not _OURS.issuperset(map(type, module._parameters.values())):
+                self._bring_strays(module._parameters)
+            if module._buffers:
+                self._bring_strays(module._buffers)
+
+    def _bring_strays(self, table: dict[str, Any]) -> None:
+        for name, tensor in table.items():
+            # A home is no stray, wherever it says it is: outside of a call of the model that is the CPU.
+            if tensor is not None and not isinstance(tensor, _HERE_OR_HOME) and tensor.device != self.device:
+                moved = tensor.to(self.device)
+                table[name] = moved
+                self._strays.append(((table, name, tensor, moved), moved._version))
 
     def unbind(self) -> None:
         """Show the homes again, once what the forward wrote has gone there."""

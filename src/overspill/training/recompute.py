@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,12 +60,8 @@ _Version = Version | BufferVersion
 class _Place:
     """One saved tensor of a block: empty until backward needs it."""
 
-    __slots__ = ("__weakref__", "expected", "filled", "held", "version")
+    __slots__ = ("__weakref__", "filled", "version")
 
-    held: torch.Tensor | None
-    """What was saved, until the call ends, so that an edit in it is seen. That takes no more than a replay will."""
-    expected: int
-    """The version of that when it was saved."""
     filled: tuple[torch.Tensor, int] | None
     """What a replay saved there, with its version. Both at once: another backward may fill it anew at any time."""
     version: _Version | None
@@ -119,6 +115,8 @@ class Frame(Recorder):
         self._buffers = effects.buffers.begin_call(modules)
         self._attention = KeepAttention(keep) if keeps_attention(self.input_bytes) else None
         self._places: list[weakref.ref[_Place]] = []
+        self._held: list[torch.Tensor] = []  # what is saved, until the call ends: it takes no more than a replay will
+        self._versions: list[int] = []  # of that when it was saved, so that an edit in the call is seen
         self._shapes: list[torch.Size] = []  # of what was saved, to know whether a replay saves the same
         self._dtypes: list[torch.dtype] = []
         self._slabs: list[weakref.ref[Slab]] = []  # with the weights that it computes with
@@ -160,13 +158,16 @@ class Frame(Recorder):
         watched: dict[
             tuple[int, int], tuple[torch.Tensor, _Version | None]
         ] = {}  # held, so that no identity is used again
-        for place, reference in self._let_go_of_what_was_saved():
-            held = reference()
-            if held is not None:
-                key = id(held), place.expected
-                if key not in watched:
-                    watched[key] = held, self._version_of(held, place.expected)
-                place.version = watched[key][1]
+        versions = self._versions
+        for index, reference in self._let_go_of_what_was_saved():
+            place, held = self._places[index](), reference()
+            if place is None or held is None:
+                continue
+            key = id(held), versions[index]
+            if key not in watched:
+                watched[key] = held, self._version_of(held, versions[index])
+            place.version = watched[key][1]
+        self._versions = []
 
     def _version_of(self, held: torch.Tensor, expected: int) -> _Version | None:
         """What tells of edits. Of a streamed tensor, its home does. A replay begins with those of parameters."""
@@ -174,20 +175,25 @@ class Frame(Recorder):
             return Version(held, expected)
         return None if self._buffers is None else self._buffers.version_of(held)
 
-    def _let_go_of_what_was_saved(self) -> list[tuple[_Place, "weakref.ref[torch.Tensor]"]]:
-        """The places that a graph has, and what was saved there: that is gone then, unless somebody else has it."""
-        left: list[tuple[_Place, weakref.ref[torch.Tensor]]] = []
-        for reference in self._places:
+    def _let_go_of_what_was_saved(self) -> list[tuple[int, "weakref.ref[torch.Tensor]"]]:
+        """What was saved there is gone, unless somebody else has it: the number of its place, and the tensor."""
+        held = self._held
+        if [each._version for each in held] != self._versions:
+            self._note_edits()
+        # Whoever has a view has its base as well, and the two share their version.
+        bases = [each._base for each in held]
+        references = [weakref.ref(each if base is None else base) for each, base in zip(held, bases, strict=True)]
+        del bases
+        held.clear()
+        return [each for each in enumerate(references) if each[1]() is not None]
+
+    def _note_edits(self) -> None:
+        """The call has edited something after it was saved."""
+        # Not as many of each where an interrupt came in between.
+        for reference, held, expected in zip(self._places, self._held, self._versions, strict=False):
             place = reference()
-            if place is None or place.held is None:
-                continue
-            base = place.held._base  # whoever has a view has its base as well, and the two share their version
-            held = place.held if base is None else base
-            if held._version != place.expected:
-                place.version = Version(held, place.expected)
-            place.held = None
-            left.append((place, weakref.ref(held)))
-        return left
+            if place is not None and held._version != expected:
+                place.version = Version(held, expected)
 
     @property
     def kept_attention(self) -> bool:
@@ -208,8 +214,9 @@ class Frame(Recorder):
         # No call that need not be one: a block saves dozens of tensors, and short steps wait for what is done for each.
         place = _Place()
         place.filled = place.version = None
-        place.held, place.expected = tensor, tensor._version
         self._places.append(weakref.ref(place))
+        self._held.append(tensor)
+        self._versions.append(tensor._version)
         self._shapes.append(tensor.shape)
         self._dtypes.append(tensor.dtype)
         if self.on_save is not None and storage_key(tensor) not in self._streamed:
@@ -402,11 +409,28 @@ class _Autocast:
     """How autocast was set."""
 
     def __init__(self, device: torch.device) -> None:
-        kinds = dict.fromkeys(("cpu", device.type))
-        self._settings = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self._cache = torch.is_autocast_cache_enabled()
+        self._kinds = _autocast_kinds(device)
+        self._settings: list[tuple[str, bool, torch.dtype]] = []
+        if _is_any_autocast_enabled():  # to ask about each kind takes longer, and short steps wait for it
+            self._settings = [
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds
+            ]
+            self._cache = torch.is_autocast_cache_enabled()
 
     def again(self, stack: ExitStack) -> None:
-        for kind, enabled, dtype in self._settings:
-            if enabled or torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        if self._settings:
+            for kind, enabled, dtype in self._settings:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
+        elif _is_any_autocast_enabled():
+            for kind in self._kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+
+
+_is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+@cache
+def _autocast_kinds(device: torch.device) -> tuple[str, ...]:
+    """The kinds of devices whose autocast a block on `device` may be in."""
+    return tuple(dict.fromkeys(("cpu", device.type)))
