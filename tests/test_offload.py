@@ -1803,6 +1803,56 @@ def test_copies_of_a_recurrent_unit_compute_with_their_own_weights(
     assert all(weight.grad is not None for weight in another.parameters())
 
 
+class CopiesItself(nn.Linear):
+    """A module that is copied in its own way."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), lambda: CopiesItself(8, 8)]
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_of_what_copies_itself_compute_with_their_own_weights(
+    make: Callable[[], nn.Module], whole: bool, where: Where
+) -> None:
+    model = aligned(make()).to(where.device) if whole else nn.Sequential(nn.Linear(8, 8), make()).to(where.device)
+    part, twin, x = model if whole else model[1], copy.deepcopy(model), torch.randn(3, 8, device=where.device)
+    where.offload(part, min_bytes=0)
+    another = copy.deepcopy(model)
+    assert vars(another).keys() == vars(twin).keys()
+    assert_plain(another.to(where.device), twin)
+    with torch.no_grad():
+        for weight in part.parameters():
+            weight.zero_()
+    output = another.eval()(x)
+    assert output.any()
+    output.sum().backward()
+    assert all(weight.grad is not None for weight in another.parameters())
+    overspill.restore(part)
+    assert vars(copy.deepcopy(model)).keys() == vars(model).keys() == vars(twin).keys()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_copies_of_what_torch_fx_has_traced_are_ordinary(
+    copied: Callable[[nn.Module], nn.Module], where: Where
+) -> None:
+    model = aligned(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))).to(where.device)
+    twin, x = copy.deepcopy(model), torch.randn(3, 8, device=where.device)
+    where.offload(model, min_bytes=0)
+    another = copied(model).to(where.device)
+    assert vars(another).keys() == vars(copied(twin)).keys()
+    assert {type(parameter) for parameter in another.parameters()} == {nn.Parameter}
+    assert torch.equal(model(x), twin(x))
+    with torch.no_grad():
+        model.get_parameter("0.weight").zero_()
+    assert torch.equal(aligned(another)(x), twin(x))
+
+
 def test_a_state_dict_can_be_saved_and_loaded(where: Where, model: Net, twin: Net, tmp_path: Path) -> None:
     where.offload(model, min_bytes=0)
     torch.save(model.state_dict(), tmp_path / "state.pt")

@@ -6,7 +6,8 @@ block (`block.compile()`, `torch.compile(block)`, a compiled `block.forward`), i
 overrides `__call__`), and our `finally` also runs on KeyboardInterrupt, which forward hooks do not see. Copies and
 pickles of most modules drop that attribute by themselves. A compiler that traces the model around the block goes
 straight to the block's forward unless the block has hooks: an empty one makes it call the block as everyone does, meet
-us, and break its graph there. `__reduce_ex__`, which pickle and copy look up on the instance, leaves both out.
+us, and break its graph there. `__reduce_ex__`, which pickle and copy look up on the instance, leaves both out, and so
+does `__deepcopy__` where the module's class has one.
 """
 
 import sys
@@ -14,7 +15,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -131,11 +131,27 @@ def _moved(arguments: Arguments, device: torch.device, skip: Collection[str] = (
 MANAGER: Final = "_overspill"
 """The attribute that a managed model keeps its manager in."""
 
-_OURS: Final = frozenset({MANAGER, "__reduce_ex__"})
+_COPYING: Final = "__reduce_ex__", "__deepcopy__"
+"""What pickle and copy look up on the instance."""
+
+_OURS: Final = frozenset({MANAGER, *_COPYING})
 
 
 class Added:
     """Whatever else a managed model keeps among its attributes, and its copies do not."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A class that copies its attributes in its own way has nothing of ours to copy."""
+
+
+class _Of(Added):
+    """A function that gets a module first, as a method in the module's own attributes."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(self._module, *args)
 
 
 class Interception:
@@ -152,7 +168,9 @@ class Interception:
         self._inner = _standing(module)
         if self._inner is None:
             self._guard = module.register_forward_pre_hook(_empty_hook, prepend=True)
-        module.__dict__["__reduce_ex__"] = partial(_reduced, module)
+        module.__dict__["__reduce_ex__"] = _Of(module, _reduced)
+        if hasattr(type(module), "__deepcopy__"):
+            module.__dict__["__deepcopy__"] = _Of(module, _copied)
         self._install()
 
     def _install(self) -> None:
@@ -194,7 +212,8 @@ class Interception:
             else:
                 module._compiled_call_impl = call
             if _owner(call) is None:
-                module.__dict__.pop("__reduce_ex__", None)
+                for name in _COPYING:
+                    module.__dict__.pop(name, None)
 
     def _enter(
         self, ticket: Ticket, scopes: list[Scope], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -310,14 +329,35 @@ def _dynamo_is_loaded() -> bool:
 def _reduced(module: nn.Module, protocol: Any) -> Any:
     """What copies and pickles of an intercepted module are made of: nothing of ours."""
     reduced = type(module).__reduce_ex__(module, protocol)
-    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced  # a class that does it in its own way
-    state = {name: value for name, value in reduced[2].items() if name not in _OURS and not isinstance(value, Added)}
-    if _owner(state.get(_CALL)) is not None:  # recurrent modules make their state themselves, with all they have in it
+    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+        return (*reduced[:2], _without_ours(reduced[2]), *reduced[3:])
+    # A class that does it in its own way, mostly of all attributes: what `torch.fx` traces.
+    stand_in = object.__new__(type(module))
+    vars(stand_in).update(_without_ours(vars(module)))
+    return type(module).__reduce_ex__(stand_in, protocol)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """A copy of an intercepted module that its class makes in its own way, mostly of all its attributes: parametrized
+    modules. Without anything of ours, which would have the copy compute with the original's weights.
+    """
+    made = type(module).__deepcopy__(module, memo)  # type: ignore[attr-defined]
+    if isinstance(made, nn.Module) and made is not module:
+        ours = [name for name, value in vars(module).items() if isinstance(value, Added) and name in vars(made)]
+        kept = _without_ours({name: value for name, value in vars(made).items() if name not in ours})
+        vars(made).clear()
+        vars(made).update(kept)
+    return made
+
+
+def _without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module, or of a copy of it, as they would be without us."""
+    state = {name: value for name, value in attributes.items() if name not in _OURS and not isinstance(value, Added)}
+    if _owner(state.get(_CALL)) is not None:  # it is among them only where a class does not leave out what is compiled
         del state[_CALL]
     hooks = state.get("_forward_pre_hooks", {})
     state["_forward_pre_hooks"] = OrderedDict((key, hook) for key, hook in hooks.items() if hook is not _empty_hook)
-    return (*reduced[:2], state, *reduced[3:])
+    return state
 
 
 def _empty_hook(module: nn.Module, args: tuple[Any, ...]) -> None:
