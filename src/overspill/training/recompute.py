@@ -322,10 +322,12 @@ class Frame(Recorder):
     def _weights_again(self) -> AbstractContextManager[None]:
         """Within, the modules show the weights of the forward: for that call, or since, others may have been there."""
         now = _weights_in(self._tables)
+        if len(now) == len(self._weights) and all(map(is_, now, self._weights)):  # as nearly always
+            return nullcontext()
+        if any(map(_is_sharded, modules_below(self._module))):
+            return nullcontext()
         if len(now) != len(self._weights):
             self.refuse_difference()
-        if all(map(is_, now, self._weights)):  # as nearly always
-            return nullcontext()
         names = [(table, name) for table in self._tables for name in table if table[name] is not None]
         # One that is live is shown for a call in another thread, in the place of the weight itself.
         return StandIns(
@@ -356,6 +358,14 @@ _Table = dict[str, nn.Parameter | None]
 def _weights_in(tables: Sequence[_Table]) -> list[torch.Tensor]:
     """Each parameter in these. One that is there twice is here twice."""
     return [weight for table in tables for weight in table.values() if weight is not None]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP, of either kind, puts a module's weights together for a forward, and again for a backward.
+
+    It shows others in between, and sees itself to what a replay computes with. The mark is there for torch's compiler.
+    """
+    return "_is_fsdp_managed_module" in vars(module)
 
 
 def _empty(reference: "weakref.ref[Frame]") -> None:
