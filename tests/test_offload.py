@@ -34,6 +34,7 @@ from overspill.errors import (
     PlanError,
     StateError,
 )
+from overspill.homes import DiskTensor, HostTensor
 from overspill.managed import managed
 from overspill.plan import Tier
 from overspill.transfer import Transfer
@@ -1801,6 +1802,36 @@ def test_copies_of_a_recurrent_unit_compute_with_their_own_weights(
     assert output.any()
     output.sum().backward()
     assert all(weight.grad is not None for weight in another.parameters())
+
+
+class WritesItsBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("noise", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.mean(0), 0.3)
+        self.count += (x > 0).sum()
+        self.noise.normal_()
+        return self.linear(x) + self.mean.clone() * self.count + self.noise
+
+
+def test_buffers_of_a_module_whose_parts_alone_come_to_the_device_are_written_there(where: Where) -> None:
+    model = aligned(nn.Sequential(WritesItsBuffers(), nn.ReLU())).to(where.device)
+    twin = copy.deepcopy(model)
+    where.offload(model, modules=["0", "0.linear"], min_bytes=0)
+    assert isinstance(model[0].mean, DiskTensor | HostTensor)
+    for _ in range(3):
+        x, results = torch.randn(4, 8, device=where.device), []
+        for net in (model, twin):
+            torch.manual_seed(5)
+            with torch.no_grad():
+                results.append(net(x))
+        assert torch.equal(*results)
+    assert_same_state(model, twin)
 
 
 class CopiesItself(nn.Linear):

@@ -9,7 +9,7 @@ made before an edit must be refreshed, and a home that is read beside tensors of
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch import nn
@@ -129,10 +129,18 @@ class _Home:
                 return func(*args, **kwargs)
             leaves, shape = tree_flatten((args, kwargs))
             # Outside of a forward too: a thread may be inside a block that another one is just offloading.
-            target = _device_of_others(leaves) or device
-            if func in _READERS or (target != CPU and not _edits(func, args, kwargs)):
+            others = _device_of_others(leaves)
+            target = others or device
+            edits = _edits(func, args, kwargs)
+            if func in _READERS or (target != CPU and not edits):
                 leaves = [leaf.read_on(target) if isinstance(leaf, _Home) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, shape)
+            elif target != CPU and _is_edited_there(func, args, leaves, draws=others is None):
+                there, *rest = [leaf.read_on(target) if isinstance(leaf, _Home) else leaf for leaf in leaves]
+                args, kwargs = tree_unflatten([there, *rest], shape)
+                func(*args, **kwargs)
+                leaves[0].touched()
+                return leaves[0].copy_(there)
             else:
                 for leaf in leaves:
                     if isinstance(leaf, _Home):
@@ -188,6 +196,34 @@ def _edits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         or name in {"__set__", "__get__", "data_ptr", "untyped_storage"}
         or (name.startswith("__i") and name.endswith("__") and name not in {"__index__", "__int__", "__invert__"})
     )
+
+
+_DRAWING: Final = {
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+}
+
+
+def _is_edited_there(func: Callable[..., Any], args: Sequence[Any], leaves: Sequence[Any], *, draws: bool) -> bool:
+    """Whether a home is edited in place with tensors of a device, or (`draws`) with random numbers of the device where
+    the model computes: what is at home has to go there for that, and come back.
+    """
+    name: str = getattr(func, "__name__", "")
+    if (
+        not args or not isinstance(args[0], _Home) or name in {"copy_", "__setitem__"}
+    ):  # which take values from anywhere
+        return False
+    in_place = name in _DRAWING if draws else name.endswith("_") and (name.startswith("__i") or not name.endswith("__"))
+    with_grad = torch.is_grad_enabled() and any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
+    )
+    return in_place and not with_grad
 
 
 def _has_home(value: Any) -> bool:
