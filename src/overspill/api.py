@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+import overspill.integrations.scaling  # noqa: F401  # it sees to torch's scalers once a model is offloaded
 from overspill.checkpoint import CheckpointIndex, open_checkpoint
 from overspill.devices import compute_device
 from overspill.errors import PlanError, StateError

@@ -381,6 +381,17 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def wait_for_pinned(values: Iterable[object]) -> None:
+    """Wait here for what is on its way to those `values` that are in pinned host memory: the CPU is about to read them.
+
+    Torch's optimizers bring what a gradient scaler has found to where weights are without waiting for it.
+    """
+    pinned = (value.is_pinned() for value in values if isinstance(value, torch.Tensor) and value.device == CPU)
+    if any(pinned):
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Begin anew to look for the most that torch's allocator has given out."""
     if device.type != "cpu":

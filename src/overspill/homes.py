@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from overspill.checkpoint.index import FileSpan
 from overspill.checkpoint.reader import RangeReader
 from overspill.config import HOST_ALIGNMENT, align
-from overspill.devices import CPU, buffer_of, storage_use_count, users_counter
+from overspill.devices import CPU, buffer_of, storage_use_count, users_counter, wait_for_pinned
 from overspill.errors import StateError
 from overspill.tensors import TensorSpec
 
@@ -145,6 +145,7 @@ class _Home:
                 for leaf in leaves:
                     if isinstance(leaf, _Home):
                         leaf.touched()
+                wait_for_pinned(kwargs.values())
             return func(*args, **kwargs)
 
 

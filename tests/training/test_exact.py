@@ -1,7 +1,7 @@
 """Trainings that are offloaded have the bits of those that are not: each strategy in each situation."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from training.loops import (
     UNet,
     activations_of,
     assert_same,
+    batches,
     compare,
     loss_of,
     pair,
@@ -128,6 +129,48 @@ def test_autocast(device: str, options: dict[str, Any]) -> None:
         return loss
 
     compare(Net, device, options, backward)
+
+
+def _sgd(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=2**-4, momentum=0.5)
+
+
+def _fused_adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """One that divides by the scale itself, if nobody has done so before."""
+    return torch.optim.AdamW(parameters, lr=2**-4, fused=True)
+
+
+@pytest.mark.parametrize(("make", "unscales"), [(_sgd, True), (_fused_adamw, False), (_fused_adamw, True)])
+def test_gradients_that_a_scaler_scales_overflows_among_them(
+    make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+    unscales: bool,
+    device: str,
+    options: dict[str, Any],
+) -> None:
+    kind, found = torch.device(device).type, []
+    reference, model = pair(Net, device)
+    overspill.offload_training(model, **options)
+    for net in (reference, model):
+        optimizer, scaler = make(net.parameters()), torch.amp.GradScaler(kind, init_scale=2.0**20, growth_interval=2)
+        torch.manual_seed(3)  # of dropout
+        losses, scales = [], []
+        for batch in batches(12, device):
+            with torch.autocast(kind, dtype=torch.float16):
+                loss = loss_of(net, batch)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        assert 1 < scales.count(min(scales)) < len(scales), "there were overflows, and steps without"
+        found.append((losses, scales, [p.detach().cpu() for p in net.parameters()]))
+    (losses, scales, weights), (our_losses, our_scales, our_weights) = found
+    assert our_losses == losses
+    assert our_scales == scales
+    assert all(map(torch.equal, our_weights, weights))
 
 
 def test_autocast_of_blocks_that_run_twice(device: str, some_options: dict[str, Any]) -> None:
