@@ -395,6 +395,39 @@ def test_trainer_goes_on_from_a_checkpoint_of_an_offloaded_model(llama: Case, st
     assert_same_state(second, resident)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_small_tensors_leave")
+@pytest.mark.parametrize("strategy", ["activations", "weights", "recompute"])
+def test_trainer_trains_and_saves_in_half_precision_on_a_gpu(llama: Case, strategy: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "use_cpu": False,
+        "fp16": True,
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        # What rounds alike wherever the weights are: a factor of two, and no norm of all gradients.
+        "optim": "sgd",
+        "learning_rate": 2**-4,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+    }
+    models = []
+    for folder in ("theirs", "ours", "resumed"):
+        model = copy.deepcopy(llama.resident).cuda()
+        if folder != "theirs":
+            overspill.offload_training(model, **STRATEGIES[strategy])
+        last = str(tmp_path / "ours" / "checkpoint-4") if folder == "resumed" else None
+        trainer = trainer_of(model, tmp_path / folder, **arguments)
+        trainer.train(resume_from_checkpoint=last)
+        models.append((model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    (theirs, losses), (ours, our_losses), (resumed, _) = models
+    assert our_losses == losses
+    for model in (ours, resumed):
+        overspill.restore(model, device="cuda")
+        assert_same_state(model, theirs)
+    assert_same_files(tmp_path / "ours" / "checkpoint-8", tmp_path / "theirs" / "checkpoint-8")
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "t5"])
 def test_trainer_saves_a_model_that_is_offloaded(name: str, tier: str, tmp_path: Path) -> None:
     case = stored(GENERATING[name], tmp_path / "stored")

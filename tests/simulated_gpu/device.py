@@ -154,6 +154,7 @@ def _private(device: ModuleType) -> dict[str, object]:
     """What a torch without CUDA does not define, and others call or import."""
     return {
         "_cuda_getCurrentRawStream": lambda index: device.current_stream(),
+        "_cuda_getDevice": lambda: 0,
         "_cuda_exchangeDevice": lambda index: 0,
         "_cuda_maybeExchangeDevice": lambda index: 0,
         # Of CUDA graphs: torch.compile imports them, and uses none.
