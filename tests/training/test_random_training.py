@@ -74,6 +74,7 @@ class Sequence:
             self.save,
             self.load_anew,
             self.autocast,
+            self.scaled,
             self.clip,
             self.clear,
         ]
@@ -508,6 +509,24 @@ class Sequence:
             return loss.detach()
 
         if not self.has("Recurrent") and not self.has("Custom"):
+            self.both(act)
+
+    def scaled(self) -> None:
+        ids, start = [self.ids() for _ in range(2)], 2.0 ** self.chance.choice([8, 12, 127])  # too much, the last one
+
+        def act(model: nn.Module, optimizer: Any) -> object:
+            optimizer.zero_grad()
+            scaler, scales = torch.amp.GradScaler(torch.device(self.device).type, init_scale=start), []
+            for each in ids:
+                backward(scaler.scale(loss_of(model, each)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+            return scales
+
+        # Complex gradients cannot be scaled, and HostAdamW has tests of its own.
+        if not self.has("Custom") and not isinstance(self.optimizer, overspill.HostAdamW):
             self.both(act)
 
     def clip(self) -> None:
