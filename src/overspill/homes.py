@@ -131,8 +131,7 @@ class _Home:
             # Outside of a forward too: a thread may be inside a block that another one is just offloading.
             others = _device_of_others(leaves)
             target = others or device
-            edits = _edits(func, args, kwargs)
-            if func in _READERS or (target != CPU and not edits):
+            if func in _READERS or (target != CPU and not _edits(func, args, kwargs)):
                 leaves = [leaf.read_on(target) if isinstance(leaf, _Home) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, shape)
             elif target != CPU and _is_edited_there(func, args, leaves, draws=others is None):
@@ -189,7 +188,7 @@ def _edits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     if _has_home(kwargs.get("out")):
         return True
     name: str = getattr(func, "__name__", "")
-    if name in {"copy_", "__setitem__"}:  # another tensor may be what is changed, and takes values from anywhere
+    if name in _TAKE_FROM_ANYWHERE:  # another tensor may be what is changed
         return True
     in_place = name.endswith("_") and not name.endswith("__")
     return _has_home(args[:1]) and (
@@ -199,32 +198,22 @@ def _edits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     )
 
 
-_DRAWING: Final = {
-    "normal_",
-    "uniform_",
-    "bernoulli_",
-    "random_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-}
-
-
 def _is_edited_there(func: Callable[..., Any], args: Sequence[Any], leaves: Sequence[Any], *, draws: bool) -> bool:
     """Whether a home is edited in place with tensors of a device, or (`draws`) with random numbers of the device where
     the model computes: what is at home has to go there for that, and come back.
     """
     name: str = getattr(func, "__name__", "")
-    if (
-        not args or not isinstance(args[0], _Home) or name in {"copy_", "__setitem__"}
-    ):  # which take values from anywhere
+    if not args or not isinstance(args[0], _Home) or name in _TAKE_FROM_ANYWHERE:
         return False
-    in_place = name in _DRAWING if draws else name.endswith("_") and (name.startswith("__i") or not name.endswith("__"))
-    with_grad = torch.is_grad_enabled() and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves
-    )
-    return in_place and not with_grad
+    in_place = name in _DRAW if draws else name.endswith("_") and (name.startswith("__i") or not name.endswith("__"))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return in_place and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+_TAKE_FROM_ANYWHERE: Final = frozenset({"copy_", "__setitem__"})
+_DRAW: Final = frozenset(
+    ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
+)
 
 
 def _has_home(value: Any) -> bool:

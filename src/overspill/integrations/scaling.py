@@ -16,9 +16,8 @@ from torch.amp import grad_scaler
 
 from overspill.managed import WHEN_MANAGED, managed
 
-_CLASS: Final[Any] = getattr(
-    grad_scaler, "_MultiDeviceReplicator", None
-)  # a torch without it has mended it, or moved it
+_CLASS: Final[Any] = getattr(grad_scaler, "_MultiDeviceReplicator", None)
+"""None in a torch that has mended it, or moved it."""
 
 
 def _wait_for_scales(model: nn.Module) -> None:
