@@ -179,7 +179,7 @@ class Sequence:
     def load_anew(self) -> None:
         if self.has("Reassigning"):  # what its first forward makes, no skeleton has
             return
-        budget = self.chance.choice([20_000, 30_000, 10**6])
+        budget = self.chance.choice([32_000, 64_000, 10**6])
         mode = self.twin.training
         with tempfile.TemporaryDirectory() as folder:
             self.save_to(folder)
