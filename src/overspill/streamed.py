@@ -83,7 +83,7 @@ def is_live(tensor: torch.Tensor) -> bool:
 
 
 _HERE_OR_HOME = (LiveResult, LiveParameter, HostTensor, DiskTensor)
-_OURS = {LiveResult, LiveParameter, type(None)}
+_SHOWN = {LiveResult, LiveParameter, type(None)}
 
 
 _Bound = tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]
@@ -273,7 +273,7 @@ class StreamedUnit:
         self._bound_with_grad = with_grad
         homes = self.store.homes
         for module, name, index in self._everywhere:
-            table: dict[str, Any] = module._parameters
+            table: dict[str, Any] = module._parameters  # as `table_of` does, without a call for each
             if name not in table:
                 table = module._buffers
             current, home = table.get(name), homes[index]
@@ -328,8 +328,8 @@ class StreamedUnit:
         if self.device.type == "cpu":
             return
         for module in modules_below(root):
-            # Looked through in each call, and short steps wait for it: nearly always all is here, or none is there.
-            if not _OURS.issuperset(map(type, module._parameters.values())):
+            # Short steps wait for this look at each tensor, and nearly always all parameters are those that we show.
+            if not _SHOWN.issuperset(map(type, module._parameters.values())):
                 self._bring_strays(module._parameters)
             if module._buffers:
                 self._bring_strays(module._buffers)

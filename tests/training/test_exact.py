@@ -173,6 +173,22 @@ def test_gradients_that_a_scaler_scales_overflows_among_them(
     assert all(map(torch.equal, our_weights, weights))
 
 
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_a_step_that_overflows_on_two_devices_is_skipped_whoever_offloaded_the_weights(device: str, to: str) -> None:
+    model, _ = pair(Net, device)
+    overspill.offload(model, to="disk" if device == "cpu" else to, modules=["blocks.1", "blocks.2"], min_bytes=0)
+    before = [p.detach().cpu().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2**-4, fused=device != "cpu" and to == "cpu")
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=2.0**127)
+    for batch in batches(2, device):
+        scaler.scale(loss_of(model, batch) * 2**8).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**125
+    assert all(map(torch.equal, before, (p.detach().cpu() for p in model.parameters())))
+
+
 def test_autocast_of_blocks_that_run_twice(device: str, some_options: dict[str, Any]) -> None:
     class Twice(Net):
         def call(self, block: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -42,10 +42,6 @@ class OptimizerWatch:
         ours = [parameter for parameter in held if id(parameter) in mine]
         for parameter in ours:
             self._follow(optimizer, parameter)
-        found = getattr(optimizer, "found_inf", None)
-        if ours and isinstance(found, torch.Tensor):
-            # A gradient scaler adds up what it found on each device; torch's fused optimizers skip a step at 1 alone.
-            optimizer.found_inf = found.clamp(max=1)  # type: ignore[attr-defined]
         if ours or not _is_of_a_twin(held, model):
             self._useless.discard(optimizer)
         elif optimizer not in self._useless:

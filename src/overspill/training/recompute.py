@@ -215,8 +215,8 @@ class Frame(Recorder):
         place = _Place()
         place.filled = place.version = None
         self._places.append(weakref.ref(place))
+        self._versions.append(tensor._version)  # first: an interrupt may come in between
         self._held.append(tensor)
-        self._versions.append(tensor._version)
         self._shapes.append(tensor.shape)
         self._dtypes.append(tensor.dtype)
         if self.on_save is not None and storage_key(tensor) not in self._streamed:
