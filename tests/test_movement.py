@@ -1,5 +1,6 @@
 """Tensors moved wherever they are nested; everything else stays the object that it is."""
 
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from overspill import movement
-from overspill.movement import map_tensors, tensors_in, to_device
+from overspill.movement import map_tensors, taken_apart, tensors_in, to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "first second")
@@ -102,3 +103,18 @@ def test_what_is_where_it_belongs_is_not_taken_apart(monkeypatch: pytest.MonkeyP
         to_device(nested, META)
     with pytest.raises(AssertionError, match="taken apart"):  # nobody knows what is in there without a look
         to_device((Result(tensor()),), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_was_taken_apart_is_held_by_its_leaves_alone(name: str) -> None:
+    leaves: list[Any] = []
+    value = map_tensors(NESTED[name], torch.clone)
+    rebuild = taken_apart(((value,), {"also": value}), leaves)
+    again = rebuild(iter(leaves))
+    assert _shape(again) == _shape(((value,), {"also": value}))
+    assert list(map(id, tensors_in(again))) == list(map(id, tensors_in((value, value))))
+    references = [weakref.ref(each) for each in tensors_in(value)]
+    del value, again
+    leaves.clear()
+    assert references
+    assert not any(reference() for reference in references)

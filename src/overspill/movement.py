@@ -108,5 +108,6 @@ def taken_apart(value: Any, leaves: list[Any]) -> Callable[[Iterator[Any]], Any]
         named = [(name, taken_apart(item, leaves)) for name, item in value.items()]
         return lambda given: {name: part(given) for name, part in named}
     flat, structure = tree_flatten(value)
+    count = len(flat)
     leaves += flat
-    return lambda given: tree_unflatten(list(islice(given, len(flat))), structure)
+    return lambda given: tree_unflatten(list(islice(given, count)), structure)

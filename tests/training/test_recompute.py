@@ -1,5 +1,7 @@
 """Blocks that are computed once more: whatever they are called with."""
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +88,31 @@ def test_a_block_may_be_called_with_anything(device: str, form: str, recompute: 
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine is None) == (theirs is None)
         assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+def test_what_blocks_have_put_into_an_argument_goes_with_it(device: str) -> None:
+    class Collection:
+        def __init__(self) -> None:
+            self.results: list[torch.Tensor] = []
+
+    class Telling(Mixing):
+        def forward(self, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+            result = super().forward(x)
+            more[0].results.append(result)
+            return result.exp()
+
+    model = nn.Sequential(Telling(tensors_in), Telling(tensors_in)).to(device)
+    overspill.offload_training(model, layers=["0", "1"], recompute=True, weights=True)
+    collection = Collection()
+    model[1](model[0](torch.randn(4, 8, device=device), collection), collection).sum().backward()
+    assert len(collection.results) == 4, "a replay has put them there, too"
+    references = [weakref.ref(each) for each in (collection, *collection.results)]
+    gc.disable()
+    try:
+        del collection
+        assert not any(reference() for reference in references)
+    finally:
+        gc.enable()
 
 
 def test_random_numbers_are_drawn_again_and_then_go_on(device: str) -> None:

@@ -4,7 +4,7 @@ import difflib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -129,6 +129,8 @@ class Block:
 
     def called(self, frame: Frame) -> None:
         """A call that was to be replayed has ended."""
+        if frame.fills_cache:
+            _warn_of_cache(type(self.module).__name__)
         if not frame.kept_attention:
             self._without_attention = max(self._without_attention, frame.input_bytes)
 
@@ -157,6 +159,15 @@ class Block:
         if self.mode is Mode.RECOMPUTE:
             return _Here()
         return _Away(self.activations, weights, self.activations.begin_call(goes_on=self.follows_one_that_left))
+
+
+@cache
+def _warn_of_cache(kind: str) -> None:
+    logger.warning(
+        "blocks that are to be recomputed (%s) fill a key-value cache, which is kept for that. Pass use_cache=False: "
+        "it takes memory, and training has no use for it",
+        kind,
+    )
 
 
 class _Here:

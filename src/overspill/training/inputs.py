@@ -6,12 +6,13 @@ those that were edited. One that is edited for the first time in a later call is
 """
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from overspill.errors import StateError
 from overspill.homes import is_plain
+from overspill.integrations.caches import as_it_is
 from overspill.tensors import storage_key
 
 
@@ -110,3 +111,17 @@ class Input:
             return values
         with torch.enable_grad():  # a leaf cannot be edited
             return values.clone()
+
+
+class FilledCache:
+    """A key-value cache among a block's arguments, as it was before the call.
+
+    Not the cache itself: that has what the block computed, whose graph has the block's arguments.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._before = as_it_is(cache)
+
+    def again(self) -> Any:
+        """A cache, for a replay to fill."""
+        return as_it_is(self._before)

@@ -32,6 +32,7 @@ from overspill.devices import (
 from overspill.errors import StateError
 from overspill.graph import Recorder, Replaying, Version, is_replaying, refuse_edited, refuse_other_version
 from overspill.homes import edits_of
+from overspill.integrations.caches import is_cache
 from overspill.movement import taken_apart
 from overspill.slab import Slab
 from overspill.stand_ins import StandIns
@@ -39,7 +40,7 @@ from overspill.streamed import is_live
 from overspill.tensors import storage_key
 from overspill.training.attention import GiveAttention, KeepAttention
 from overspill.training.buffers import BlockBuffers, BufferVersion
-from overspill.training.inputs import EditedInputs, Input, Keeper
+from overspill.training.inputs import EditedInputs, FilledCache, Input, Keeper
 from overspill.units import modules_below
 
 
@@ -96,6 +97,7 @@ class Frame(Recorder):
         self._rebuild = taken_apart((args, kwargs), leaves)
         self._inputs: dict[int, Input] = {}  # one that is there twice, once
         self.input_bytes = 0
+        self.fills_cache = False
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self._inputs.get(id(leaf))
@@ -105,6 +107,9 @@ class Frame(Recorder):
                         known.keep_as_it_is()
                 leaves[index] = known
                 self.input_bytes += leaf.nbytes if leaf.layout is torch.strided else 0
+            elif is_cache(leaf):
+                leaves[index] = FilledCache(leaf)
+                self.fills_cache = True
         self._leaves, self._effects = leaves, effects
         self._random: RandomState | None = RandomState(device)
         self._autocast = _Autocast(device)
@@ -298,7 +303,7 @@ class Frame(Recorder):
     def _replay(self) -> None:
         if edits_of(self._weights) != self._edits:
             refuse_edited(f"a weight of {self._name}, which is to be recomputed, was edited since its forward")
-        leaves = (leaf.again() if isinstance(leaf, Input) else leaf for leaf in self._leaves)
+        leaves = (leaf.again() if isinstance(leaf, Input | FilledCache) else leaf for leaf in self._leaves)
         args, kwargs = self._rebuild(leaves)
         filling = _Filling(self, self._places, self._shapes, self._dtypes)
         self._replayed_on, self._replay_stream = self._stream(), current_stream(self._device)
@@ -316,6 +321,8 @@ class Frame(Recorder):
                 self._module(*args, **kwargs)
         except _EnoughError:
             pass
+        finally:
+            filling.end()
         if not filling.is_done:
             self.refuse_difference()
 
@@ -340,8 +347,8 @@ class Frame(Recorder):
         """It did something else the second time."""
         raise StateError(
             f"{self._name} saved other tensors when it was recomputed than in its forward, so its gradients cannot be "
-            "computed. Its forward must do the same twice: pass use_cache=False to a model that fills a cache, or name "
-            "other blocks in layers="
+            "computed. Its forward must do the same twice: pass use_cache=False to a model that remembers what it "
+            "computes, or name other blocks in layers="
         )
 
 
@@ -397,6 +404,10 @@ class _Filling(Recorder):
     @property
     def is_done(self) -> bool:
         return self._filled > self._last
+
+    def end(self) -> None:
+        """The replay has ended. Its graph has this for as long as it lasts, and may be reached by way of arguments."""
+        del self._frame
 
     def pack(self, tensor: torch.Tensor) -> _Place:
         index = self._filled
