@@ -1,6 +1,7 @@
 """What autograd's graph keeps of a streamed unit: ways home for gradients and notes about weights, never a slab."""
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -91,16 +92,36 @@ _thread = threading.local()
 class Replaying:
     """Within, this thread computes a block once more, for what its operations save: no gradient will flow back."""
 
+    def __init__(self) -> None:
+        self._weights: list[weakref.ref[torch.Tensor]] = []
+
     def __enter__(self) -> None:
-        _thread.replays = getattr(_thread, "replays", 0) + 1
+        self._around, _thread.replay = _replay(), self
 
     def __exit__(self, *exception: object) -> None:
-        _thread.replays -= 1
+        _thread.replay = self._around
+
+    def shown(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The weights to compute with."""
+        self._weights += map(weakref.ref, weights)
+        return [weight.requires_grad_() for weight in weights]
+
+    def let_go_of_weights(self) -> None:
+        """Somebody has the graph, and that has its leaves: without their memory."""
+        for reference in self._weights:
+            weight = reference()
+            if weight is not None:
+                weight.data = _nothing(weight.device)
+
+
+def _replay() -> Replaying | None:
+    """What this thread is within."""
+    return getattr(_thread, "replay", None)
 
 
 def is_replaying() -> bool:
     """Whether this thread computes a block once more."""
-    return getattr(_thread, "replays", 0) > 0
+    return _replay() is not None
 
 
 def onload(
@@ -110,8 +131,9 @@ def onload(
 
     `landing_of`: where those land of which this is the first.
     """
-    if is_replaying():
-        return [live.requires_grad_() for live in lives]
+    replay = _replay()
+    if replay is not None:
+        return replay.shown(lives)
     shown: list[torch.Tensor] = []
     while len(shown) < len(homes):
         group = slice(len(shown), len(shown) + _how_many(homes[len(shown) :], together))

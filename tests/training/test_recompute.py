@@ -1,5 +1,6 @@
 """Blocks that are computed once more: whatever they are called with."""
 
+import copy
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
@@ -113,6 +114,43 @@ def test_what_blocks_have_put_into_an_argument_goes_with_it(device: str) -> None
         assert not any(reference() for reference in references)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_what_blocks_leave_behind_holds_neither_weights_nor_what_was_saved(
+    device: str, retain: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Leaving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = self.down(self.up(x).exp())
+            self.left = result.square().sum()
+            return torch.tanh(result)
+
+    model = nn.Sequential(*(Leaving() for _ in range(6))).to(device)
+    twin = copy.deepcopy(model)
+    overspill.offload_training(model, recompute=True, weights=True)
+    x = torch.randn(4, 8, device=device)
+
+    def loss_of_all(net: Any) -> torch.Tensor:
+        loss: torch.Tensor = net(x).sum() + sum(block.left for block in net)
+        return loss
+
+    for _ in range(3):
+        losses = [loss_of_all(each) for each in (model, twin)]
+        for loss in losses:
+            loss.backward(retain_graph=retain)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours.grad.to(device), theirs.grad)
+    assert [record.message for record in caplog.records] == []
+    assert all(block.left.grad_fn is not None for block in list(model)[:-1]), "a replay has left it there"
+    del loss, losses, twin, model[-1]
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    assert not any(tensor.shape == (4, 24) for tensor in tensors)
 
 
 def test_random_numbers_are_drawn_again_and_then_go_on(device: str) -> None:

@@ -8,6 +8,7 @@ double backward and hooks need nothing special. Streamed weights have places as 
 window's memory, so it goes when the next block is replayed, at the latest.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,10 @@ class Effects(NamedTuple):
 
     buffers: BlockBuffers
     inputs: EditedInputs
+
+
+_OURS = 2
+"""References to a function that only its caller has, and who counts."""
 
 
 class _EnoughError(BaseException):
@@ -305,17 +310,18 @@ class Frame(Recorder):
             refuse_edited(f"a weight of {self._name}, which is to be recomputed, was edited since its forward")
         leaves = (leaf.again() if isinstance(leaf, Input | FilledCache) else leaf for leaf in self._leaves)
         args, kwargs = self._rebuild(leaves)
-        filling = _Filling(self, self._places, self._shapes, self._dtypes)
+        filling, replaying = _Filling(self, self._places, self._shapes, self._dtypes), Replaying()
+        pack = filling.pack
         self._replayed_on, self._replay_stream = self._stream(), current_stream(self._device)
         try:
-            with Replaying(), torch.enable_grad(), ExitStack() as stack:
+            with replaying, torch.enable_grad(), ExitStack() as stack:
                 if self._random is not None:
                     stack.enter_context(self._random.again())
                 self._autocast.again(stack)
                 stack.enter_context(self._weights_again())
                 if self._buffers is not None:
                     stack.enter_context(self._buffers.again(self._name, self._device))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _Place.values))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _values))
                 if self._attention is not None and self.kept_attention:
                     stack.enter_context(GiveAttention(self._attention.results))
                 self._module(*args, **kwargs)
@@ -323,6 +329,8 @@ class Frame(Recorder):
             pass
         finally:
             filling.end()
+        if sys.getrefcount(pack) > _OURS:  # the block has left a result in an argument or an attribute
+            replaying.let_go_of_weights()
         if not filling.is_done:
             self.refuse_difference()
 
@@ -397,6 +405,7 @@ class _Filling(Recorder):
     ) -> None:
         self._frame, self._places, self._shapes, self._dtypes = frame, places, shapes, dtypes
         self._filled, self._last = 0, len(places) - 1
+        self._own: list[_Place] = []  # that no graph has any more, but a block may compute gradients within itself
 
     def takes_weights(self, module: nn.Module, slabs: Sequence[Slab]) -> bool:
         return self._frame.takes_weights(module, slabs)
@@ -406,16 +415,19 @@ class _Filling(Recorder):
         return self._filled > self._last
 
     def end(self) -> None:
-        """The replay has ended. Its graph has this for as long as it lasts, and may be reached by way of arguments."""
-        del self._frame
+        """The replay has ended. Its graph, which has this, may not have."""
+        del self._frame, self._own
 
-    def pack(self, tensor: torch.Tensor) -> _Place:
+    def pack(self, tensor: torch.Tensor) -> "weakref.ref[_Place]":
         index = self._filled
         if index > self._last:
             raise _EnoughError
-        place = self._places[index]()
-        if place is None:  # no graph has it any more, but a block may compute gradients within itself
+        reference = self._places[index]
+        place = reference()
+        if place is None:
             place = _Place()
+            self._own.append(place)
+            reference = weakref.ref(place)
         elif self._shapes[index] != tensor.shape or self._dtypes[index] is not tensor.dtype:
             self._frame.refuse_difference()
         # Detached: a node that saved its own result would otherwise hold itself. The two share their version.
@@ -423,7 +435,15 @@ class _Filling(Recorder):
         self._filled = index + 1
         if index == self._last:
             raise _EnoughError
-        return place
+        return reference
+
+
+def _values(reference: "weakref.ref[_Place]") -> torch.Tensor:
+    """What a replay saved, for gradients that its block computes within itself."""
+    place = reference()
+    if place is None:
+        raise StateError("this was computed when a block was recomputed. Use what its forward computed")
+    return place.values()
 
 
 class _Autocast:
