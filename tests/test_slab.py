@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from overspill import slab
 from overspill.slab import HostPool, Layout, Slab, Window, extra_slab
@@ -251,3 +253,34 @@ def test_units_alike_have_one_layout() -> None:
     assert Layout.of(list(LAYOUT.specs)) is LAYOUT
     transposed = TensorSpec((4, 8), torch.float32, (1, 4))
     assert Layout.of([transposed, LAYOUT.specs[1]]) is not LAYOUT, "their elements lie in another order"
+
+
+@contextmanager
+def within_a_fake_operation() -> Iterator[None]:
+    mode = FakeTensorMode()
+    with mode, in_kernel_invocation_manager(mode):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("around", [FakeTensorMode, within_a_fake_operation, lambda: torch.device("meta")])
+def test_a_window_whose_slab_is_in_use_may_go_in_the_middle_of_a_compilation(
+    around: Callable[[], AbstractContextManager[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[torch.Stream] = []
+    record = torch.Tensor.record_stream
+
+    def noting(memory: torch.Tensor, stream: torch.Stream) -> None:
+        record(memory, stream)  # what this raises in a finalizer fails the test as well
+        recorded.append(stream)
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", noting)
+    device, user = torch.device("cuda", 0), torch.Stream(device=torch.device("cuda", 0))
+    window = Window(64 * KIB, device, streams=[user])
+    taken = window.take(KIB)
+    assert taken is not None
+    with around():
+        del window  # as the garbage collector may have it go
+    assert user in recorded
+    taken.memory.fill_(1)
+    assert bool((taken.memory == 1).all())

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from overspill.config import MIB, align
 from overspill.errors import BudgetError
@@ -357,8 +356,13 @@ def stream_numbers(device: torch.device) -> Callable[[], int]:
 def keep_for(stream: torch.Stream, arena: Arena) -> None:
     """Once `arena` is freed, nobody gets its memory before `stream` is done with what it was asked to do until then."""
     if isinstance(arena, torch.Tensor):
-        with _disable_current_modes():  # whoever frees it may be the garbage collector, in the middle of a compilation
+        # Whoever frees it may be the garbage collector, in the middle of a compilation, whose operations are others.
+        with torch._C.DisableTorchFunction(), torch._C._ForceDispatchKeyGuard(_NO_KEYS, _NO_KEYS):
             arena.record_stream(stream)
+
+
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+"""Of modes and kinds of tensors that a thread's operations are led through beside the tensors' own."""
 
 
 def current_stream_waits(device: torch.device, event: torch.Event | None) -> None:

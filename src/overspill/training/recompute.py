@@ -52,10 +52,6 @@ class Effects(NamedTuple):
     inputs: EditedInputs
 
 
-_OURS = 2
-"""References to a function that only its caller has, and who counts."""
-
-
 class _EnoughError(BaseException):
     """All that backward needs has been computed: no error, and for nobody but us to catch."""
 
@@ -312,6 +308,7 @@ class Frame(Recorder):
         args, kwargs = self._rebuild(leaves)
         filling, replaying = _Filling(self, self._places, self._shapes, self._dtypes), Replaying()
         pack = filling.pack
+        unshared = sys.getrefcount(pack)
         self._replayed_on, self._replay_stream = self._stream(), current_stream(self._device)
         try:
             with replaying, torch.enable_grad(), ExitStack() as stack:
@@ -329,7 +326,7 @@ class Frame(Recorder):
             pass
         finally:
             filling.end()
-        if sys.getrefcount(pack) > _OURS:  # the block has left a result in an argument or an attribute
+        if sys.getrefcount(pack) > unshared:  # the block has left a result in an argument or an attribute
             replaying.let_go_of_weights()
         if not filling.is_done:
             self.refuse_difference()
