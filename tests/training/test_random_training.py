@@ -525,8 +525,9 @@ class Sequence:
                 scales.append(scaler.get_scale())
             return scales
 
-        # Complex gradients cannot be scaled, and HostAdamW has tests of its own.
-        if not self.has("Custom") and not isinstance(self.optimizer, overspill.HostAdamW):
+        # Complex gradients cannot be scaled, nor those of halves on a GPU, and HostAdamW has tests of its own.
+        can_be_scaled = not self.has("Custom") and (self.device == "cpu" or not self.has("Halves"))
+        if can_be_scaled and not isinstance(self.optimizer, overspill.HostAdamW):
             self.both(act)
 
     def clip(self) -> None:
