@@ -264,6 +264,31 @@ def test_what_a_replay_needs_is_there_when_it_begins_and_no_sooner_than_half_a_b
         assert first >= behind.count(".") // 3, "most of its block's memory is still needed"
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_each_step_has_what_left_brought_back_ahead(
+    device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, waits, steps = Net().to(device), list[bool](), list[tuple[int, int]]()
+    overspill.offload_training(model, recompute=recompute)
+    unpack = Activations.unpack
+
+    def noting(self: Activations, packed: Any, **options: Any) -> torch.Tensor:
+        if isinstance(packed, Saved):
+            waits.append(not packed.stored.on_device())
+        return unpack(self, packed, **options)
+
+    monkeypatch.setattr(Activations, "unpack", noting)
+    batch = next(batches(1, device))
+    for _ in range(4):
+        waits.clear()
+        loss_of(model, batch).backward()
+        steps.append((len(waits), sum(waits)))
+    asked, waited = steps[0]
+    assert asked > 5
+    assert waited <= asked // 3
+    assert steps == [steps[0]] * 4
+
+
 @pytest.mark.parametrize("modes", ["ORORO", "OORBK", "BRBOR", "OKROB"])
 def test_what_blocks_before_it_have_sent_is_not_on_the_device_while_a_block_is_replayed(
     device: str, modes: str, monkeypatch: pytest.MonkeyPatch

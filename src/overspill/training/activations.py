@@ -193,8 +193,9 @@ class Activations:
         is not needed before some other block has been gone through, which may take all the memory there is.
         """
         with self._lock:
-            if not goes_on:
-                self._run_began = self._gone + len(self._order)
+            self._forget_gone()  # first: the places of a graph that is gone are given once more
+            next_place = self._gone + len(self._order)
+            self._run_began = min(self._run_began, next_place) if goes_on else next_place
             return self._run_began
 
     def pack(self, tensor: torch.Tensor, stays: Collection[int] = (), *, waiting: int = 1) -> Packed:
