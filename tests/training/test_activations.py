@@ -273,6 +273,13 @@ def test_one_tensor_larger_than_all_limits_still_comes_ahead(device: str) -> Non
     assert [each.stored.on_device() for each in packed] == [False, False, True, True]
 
 
+def test_as_much_as_the_largest_tensor_has_may_be_ahead(device: str) -> None:
+    activations = Activations(torch.device(device), Limits(small=0, held=0, ahead=1))
+    packed = [activations.pack(computed((64 * size, 64), device)) for size in (4, 2, 2, 1, 1)]
+    activations.unpack(gone(packed[4]))
+    assert [each.stored.on_device() for each in packed[:4]] == [False, False, True, True], "the next has twice as much"
+
+
 def test_where_there_is_no_room_ahead_each_tensor_comes_back_when_it_is_asked_for(device: str) -> None:
     activations = Activations(torch.device(device), Limits(small=0, held=0, ahead=0))
     originals = [torch.randn(64, 64, device=device) for _ in range(4)]

@@ -40,7 +40,7 @@ class Limits:
     """Bytes that may wait for their copy, or stay because they were saved last; a tensor at least, or two of those that
     leave one by one, unless 0."""
     ahead: int
-    """Bytes that are brought back before backward asks for them; one tensor at least, unless 0."""
+    """Bytes that are brought back before backward asks for them; as many as the largest tensor has, unless 0."""
 
     @classmethod
     def usual(cls, device: torch.device, *, double_buffering: bool = True) -> "Limits":
@@ -157,6 +157,7 @@ class Activations:
         self._order: list[weakref.ref[Stored]] = []  # of saving
         self._gone = 0  # places in front of those
         self._run_began = 0  # the place that the first of some blocks in a row began with
+        self._largest = 0  # bytes of those that have left
         self._held = _Held()
         self._ahead = _Ahead()
         self._lock = threading.RLock()
@@ -238,6 +239,7 @@ class Activations:
         held = view_over(storage, torch.uint8, start, (end - start,), (1,))
         stored = Stored(storage, start, held, self._link(tensor.device), self.file)
         self.nbytes_sent += stored.nbytes
+        self._largest = max(self._largest, stored.nbytes)
         self._known[key] = stored
         self._held.add(stored)
         self._held.let_go(self.limits.held, waiting)
@@ -274,7 +276,8 @@ class Activations:
                 packed.stored.bring_back()
             values = packed.values()
             self._ahead.served(packed.stored)
-            self._bring_back(packed.place, back_to, self.limits.ahead)
+            ahead = self.limits.ahead
+            self._bring_back(packed.place, back_to, max(ahead, self._largest) if ahead else 0)
             return values
 
     def bring_back_before(self, place: int, room: int, back_to: int) -> None:
