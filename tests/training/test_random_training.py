@@ -207,6 +207,8 @@ class Sequence:
         def act(model: nn.Module, optimizer: Any) -> object:
             overlaps = self.chance.random() < 0.7 and isinstance(optimizer, overspill.HostAdamW)
             overlaps &= self.overlaps and not self.reentrant()  # gradients of those come one by one
+            # A block that is recomputed reads all its weights, also those that it did not use and another did.
+            overlaps &= not (self.twin.shares and self.has("Experts"))
             loss = loss_of(model, ids)
             with optimizer.overlap() if overlaps else nullcontext():
                 backward(loss)

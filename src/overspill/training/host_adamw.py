@@ -86,9 +86,10 @@ class HostAdamW(torch.optim.AdamW):
 
         That is the update of each parameter in host memory whose gradient is final, or with `max_grad_norm`, before
         whose norm nothing may change, each gradient's norm. Do not read parameters from here to `step()`; where the
-        rest of backward reads one, as with `x * weight.detach()`, autograd raises. What `step()` finds changed
-        (gradients, learning rates) is done again, and without a `step()` everything is taken back: by an exception in
-        here, `zero_grad()` or `state_dict()`. Edits of gradients through `.data` go unnoticed.
+        rest of backward reads one, as with `x * weight.detach()`, autograd raises. A block that is recomputed reads all
+        that it has. What `step()` finds changed (gradients, learning rates) is done again, and without a `step()`
+        everything is taken back: by an exception in here, `zero_grad()` or `state_dict()`. Edits of gradients through
+        `.data` go unnoticed.
 
         Args:
             undo: Keep what it takes to take updates back. False saves that memory and time, and raises instead.
