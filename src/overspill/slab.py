@@ -28,7 +28,7 @@ from overspill.devices import (
     touch,
 )
 from overspill.errors import BudgetError
-from overspill.tensors import TensorSpec, over
+from overspill.tensors import TensorSpec, over, storage_key
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,8 @@ class Slab:
         self.is_extra = False  # no window has room for it: it goes as soon as nobody uses it
         self.arena: object = None  # stands for what it was taken from
         self._tensors: list[torch.Tensor] = []
+        self._copies: weakref.WeakSet[object] | None = None
+        _slabs[storage_key(memory)] = self
 
     def tensors(self) -> list[torch.Tensor]:
         """The unit's tensors, plain ones, where they lie in it. Made once."""
@@ -139,8 +141,16 @@ class Slab:
                 ]
         return self._tensors
 
+    def note_copy(self, copy: object) -> None:
+        """As long as `copy` lives, it knows these bytes by their storage: another unit must come to other memory."""
+        if self._copies is None:
+            self._copies = weakref.WeakSet()
+        self._copies.add(copy)
+
     def is_shared(self) -> bool:
-        """Whether anybody but this has a view of these bytes, or one of the tensors."""
+        """Whether anybody but this has a view of these bytes, or one of the tensors, or knows them by their storage."""
+        if self._copies:
+            return True
         return _references(self.memory, self._tensors) != _references_of_one(len(self._tensors))
 
     def used_until(self, event: torch.Event | None) -> None:
@@ -161,6 +171,15 @@ class Slab:
         for stream in self.lent_on.values():
             self.used_until(record_event(self.memory.device, stream))
         self.lent_on.clear()
+
+
+_slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
+"""By their storages."""
+
+
+def slab_of(tensor: torch.Tensor) -> Slab | None:
+    """The slab that a tensor lies in. Its bytes may become other ones, without a trace in any version."""
+    return _slabs.get(storage_key(tensor))
 
 
 def _references(memory: torch.Tensor, tensors: list[torch.Tensor]) -> list[int]:

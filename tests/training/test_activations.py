@@ -10,6 +10,8 @@ from torch import nn
 
 import overspill
 from overspill.errors import PlanError, StateError
+from overspill.slab import Layout, Window
+from overspill.tensors import TensorSpec
 from overspill.training.activations import Activations, Limits
 from overspill.training.stored import Saved
 
@@ -263,6 +265,23 @@ def test_what_graphs_held_that_are_gone_does_not_pile_up(device: str) -> None:
         assert len(activations._held) <= 1 + 2 * 8
         del packed
     assert first.stored.on_device()
+
+
+def test_what_is_saved_of_a_streamed_unit_is_not_what_its_memory_holds_by_then(device: str) -> None:
+    window = Window(1 << 12, torch.device(device))
+    slab = window.take(256)
+    assert slab is not None
+    slab.layout = Layout.of([TensorSpec((8, 8), torch.float32)])
+    values = slab.tensors()[0].copy_(torch.arange(64, device=device).view(8, 8)).clone()
+    activations = Activations(torch.device(device), SMALL)
+    packed = activations.pack(slab.tensors()[0].t())
+    assert isinstance(packed, Saved)
+    assert not packed.stored.on_device()
+    assert not window.pass_on(slab), "another unit's bytes would be taken for those that were saved"
+    slab.memory.zero_()  # as where it shows a file that somebody writes to
+    assert torch.equal(activations.unpack(packed), values.t())
+    del packed
+    assert window.pass_on(slab)
 
 
 def test_one_tensor_larger_than_all_limits_still_comes_ahead(device: str) -> None:

@@ -29,6 +29,7 @@ from training.loops import (
     plainly,
     train,
 )
+from training.random_nets import Forces
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -537,6 +538,35 @@ def test_transformers_checkpoints_its_blocks(device: str, some_options: dict[str
 
 def test_training_under_the_context_manager(device: str) -> None:
     reference, model = pair(Net, device)
+
+    def backward(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
+        with overspill.offload_activations(min_bytes=0):
+            loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    assert_same(train(model, device, backward), train(reference, device))
+
+
+class ForcesWithASharedWeight(nn.Module):
+    """Blocks that compute gradients, whose own backward saves weights outside of any call of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCAB, WIDTH), nn.Sequential(Forces(), Forces(), Forces())
+        self.blocks[2].out.weight = self.blocks[1].out.weight
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(self.embed(ids)))
+        return logits
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_weights_that_are_saved_outside_of_their_calls_under_the_context_manager(device: str, to: str) -> None:
+    reference, model = pair(ForcesWithASharedWeight, device)
+    parts = ["blocks.2.out", "blocks.1.linear", "blocks.0.out", "blocks.2.linear"]
+    overspill.offload(model, to="disk" if device == "cpu" else to, modules=parts, min_bytes=0)
 
     def backward(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
         with overspill.offload_activations(min_bytes=0):

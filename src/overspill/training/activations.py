@@ -25,6 +25,7 @@ from overspill.config import DEVICE_ALIGNMENT, MIB, SMALL_TENSOR
 from overspill.devices import running_backward, total_memory
 from overspill.graph import SavedTensor
 from overspill.host_link import HostLink
+from overspill.slab import slab_of
 from overspill.tensors import storage_key, view_over
 from overspill.training.spill import SpillFile
 from overspill.training.stored import Packed, Saved, Stored, end_unfinished
@@ -237,7 +238,7 @@ class Activations:
             start, end = min(start, counted[0]), max(end, counted[1])
         start = start // DEVICE_ALIGNMENT * DEVICE_ALIGNMENT  # kernels may round differently on another alignment
         held = view_over(storage, torch.uint8, start, (end - start,), (1,))
-        stored = Stored(storage, start, held, self._link(tensor.device), self.file)
+        stored = Stored(storage, start, held, self._link(tensor.device), self.file, slab_of(tensor))
         self.nbytes_sent += stored.nbytes
         self._largest = max(self._largest, stored.nbytes)
         self._known[key] = stored

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from overspill.devices import current_stream, current_stream_waits, keep_for, running_backward
 from overspill.graph import SavedTensor, Version
 from overspill.host_link import Departure, HostLink
+from overspill.slab import Slab
 from overspill.tensors import view_over
 from overspill.training.spill import SpillFile
 
@@ -18,12 +19,21 @@ class Stored:
     """Some bytes of one storage, in host memory."""
 
     def __init__(
-        self, storage: torch.UntypedStorage, start: int, held: torch.Tensor, link: HostLink, file: SpillFile | None
+        self,
+        storage: torch.UntypedStorage,
+        start: int,
+        held: torch.Tensor,
+        link: HostLink,
+        file: SpillFile | None,
+        slab: Slab | None,
     ) -> None:
         self.start = start  # where they begin in the storage
         self.nbytes = held.nbytes
         self.views: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._storage = StorageWeakRef(storage)  # nothing else can have its identity meanwhile
+        self._is_slab = slab is not None  # what its storage holds by then may come from a file, or be gone
+        if slab is not None:
+            slab.note_copy(self)
         self._address = storage.data_ptr()
         self._held: torch.Tensor | None = None  # the storage itself, while it is still on the device
         self._comes = False  # it is on its way back, or there
@@ -43,7 +53,7 @@ class Stored:
 
     def on_device(self) -> bool:
         """Whether the bytes are there, be it because somebody else keeps the storage."""
-        if self._held is None and not self._comes:
+        if self._held is None and not self._comes and not self._is_slab:
             storage = _alive(self._storage)
             if storage is not None and storage.data_ptr() == self._address:
                 self._held = view_over(storage, torch.uint8, self.start, (self.nbytes,), (1,))
