@@ -158,7 +158,7 @@ class Activations:
         self._order: list[weakref.ref[Stored]] = []  # of saving
         self._gone = 0  # places in front of those
         self._run_began = 0  # the place that the first of some blocks in a row began with
-        self._largest = 0  # bytes of those that have left
+        self._largest = 0  # bytes of one that has left
         self._held = _Held()
         self._ahead = _Ahead()
         self._lock = threading.RLock()
