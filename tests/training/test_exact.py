@@ -536,16 +536,16 @@ def test_transformers_checkpoints_its_blocks(device: str, some_options: dict[str
     assert_same(train(model, device), expected)
 
 
+def under_the_context_manager(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
+    with overspill.offload_activations(min_bytes=0):
+        loss = loss_of(model, batch)
+    loss.backward()
+    return loss
+
+
 def test_training_under_the_context_manager(device: str) -> None:
     reference, model = pair(Net, device)
-
-    def backward(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
-        with overspill.offload_activations(min_bytes=0):
-            loss = loss_of(model, batch)
-        loss.backward()
-        return loss
-
-    assert_same(train(model, device, backward), train(reference, device))
+    assert_same(train(model, device, under_the_context_manager), train(reference, device))
 
 
 class ForcesWithASharedWeight(nn.Module):
@@ -567,14 +567,7 @@ def test_weights_that_are_saved_outside_of_their_calls_under_the_context_manager
     reference, model = pair(ForcesWithASharedWeight, device)
     parts = ["blocks.2.out", "blocks.1.linear", "blocks.0.out", "blocks.2.linear"]
     overspill.offload(model, to="disk" if device == "cpu" else to, modules=parts, min_bytes=0)
-
-    def backward(model: nn.Module, batch: Batch, step: int) -> torch.Tensor:
-        with overspill.offload_activations(min_bytes=0):
-            loss = loss_of(model, batch)
-        loss.backward()
-        return loss
-
-    assert_same(train(model, device, backward), train(reference, device))
+    assert_same(train(model, device, under_the_context_manager), train(reference, device))
 
 
 def test_functional_code_under_the_context_manager(device: str) -> None:
