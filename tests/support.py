@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import overspill
-from overspill import mapping
+from overspill import mapping, transfer
 from overspill.managed import managed
 from overspill.movement import to_device
 from overspill.plan import Plan, Tier
 from overspill.streamed import StreamedUnit
+from overspill.transfer import PREFETCHED
 from overspill.windows import usual_window
 
 TIERS = ["cpu", "disk", "mixed"]
@@ -181,6 +182,17 @@ def window_bytes_in_use(model: nn.Module) -> int:
     manager = managed(model)
     assert manager is not None
     return sum(r.window.nbytes - r.window.free_bytes() for r in manager.residencies)
+
+
+def drain() -> None:
+    """Wait until the reader threads, where there are any, have nothing more to do."""
+    if transfer._shared_readers is None:
+        return
+    done, count = threading.Event(), transfer.reader_threads()
+    barrier = threading.Barrier(count, action=done.set)
+    for _ in range(count):
+        transfer._readers().submit(PREFETCHED, lambda: barrier.wait(timeout=30))  # type: ignore[arg-type, return-value]
+    assert done.wait(timeout=30), "a read does not come to its end"
 
 
 def run_program(program: str, timeout: float = 60) -> str:

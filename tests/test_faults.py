@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import transfer
 from overspill.checkpoint import open_checkpoint
 from overspill.checkpoint.reader import FileReader
 from overspill.devices import HostPages
@@ -37,7 +36,7 @@ from overspill.errors import (
 from overspill.managed import managed
 from overspill.streamed import StreamedUnit
 from overspill.transfer import DEMANDED, PREFETCHED
-from support import Net, aligned, loaded, run_program, save_checkpoint, streamed_units, window_bytes_in_use
+from support import Net, aligned, drain, loaded, run_program, save_checkpoint, streamed_units, window_bytes_in_use
 
 IDS = torch.arange(24).view(2, 12)
 BLOCKS = 6
@@ -128,15 +127,6 @@ def assert_idle(model: nn.Module, *, collect: bool = True) -> None:
     if collect:
         gc.collect()
     assert window_bytes_in_use(model) == 0
-
-
-def drain() -> None:
-    """Wait until the reader threads have nothing more to do."""
-    done, count = threading.Event(), transfer.reader_threads()
-    barrier = threading.Barrier(count, action=done.set)
-    for _ in range(count):
-        transfer._readers().submit(PREFETCHED, lambda: barrier.wait(timeout=30))  # type: ignore[arg-type, return-value]
-    assert done.wait(timeout=30)
 
 
 def assert_untouched(model: nn.Module) -> None:
