@@ -543,7 +543,7 @@ def plot(points: Sequence[Point], path: str) -> None:
     names = list(dict.fromkeys(point.case for point in points))
     columns = min(2, len(names))
     rows = -(-len(names) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5.6 * columns, 3.6 * rows), squeeze=False)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(7.2 * columns, 3.2 * rows), squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names, strict=False):
@@ -561,7 +561,7 @@ def plot(points: Sequence[Point], path: str) -> None:
         axis.margins(0.15)
         axis.set_xlim(left=0)
         axis.set_ylim(bottom=0)
-        axis.legend(fontsize=7, loc="best")
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside it: inside it hides points
     figure.tight_layout()
     figure.savefig(path)
 
